@@ -1,0 +1,33 @@
+"""Collectives fused into the kernels that feed them, as differentiable PyTorch operators.
+
+Import this package alone: it needs torch and nothing else of this project. docs/architecture.md states the contracts.
+"""
+
+from fused_ops.all_to_all import all_to_all
+from fused_ops.counters import counters, reset_counters
+from fused_ops.errors import (
+    BackendUnavailableError,
+    CommunicationError,
+    PeerAbortedError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from fused_ops.exposed import exposed_wait_ms
+from fused_ops.symmetric.group import check_errors, memory_report, set_timeout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "CommunicationError",
+    "PeerAbortedError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "all_to_all",
+    "check_errors",
+    "counters",
+    "exposed_wait_ms",
+    "memory_report",
+    "reset_counters",
+    "set_timeout",
+]

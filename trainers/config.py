@@ -7,12 +7,12 @@ exists. `trainers.config_rules.check(config)` adds what types cannot say (misspe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
 COMM_MODES = ("fused", "baseline")
 BACKENDS = ("auto", "host", "cuda", "triton")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
 @dataclass
@@ -24,6 +24,16 @@ class CommConfig:
     backend: str = "auto"  # auto | host | cuda | triton
     require_fused: bool = False  # a fallback to baseline is an error
     timeout_s: float = 600.0  # bound on every wait for a peer
+
+
+@dataclass
+class RecipeConfig:
+    """What a model was published with: defaults of `data.batch_size` and of `optim=recipe`."""
+
+    batch_size: int = 512
+    optimizer: str = "sgd"  # sgd | adagrad | rowwise_adagrad
+    lr: float = 0.1
+    eps: float = 1e-8
 
 
 @dataclass
@@ -44,6 +54,7 @@ class ModelConfig:
     pooling: str = "sum"  # sum | mean
     embedding_dtype: str = "fp32"  # fp32 | fp16
     out_of_range: str = "error"  # error | clamp | hash
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
 
 @dataclass
@@ -113,5 +124,13 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    dry_run: bool = False
+    dry_run: bool = False  # print config, parameter count, bytes a rank and sharding plan; train nothing
+    dry_run_ranks: int | None = None  # ranks the dry run asks about; None = those started
     run_dir: str = "${hydra:runtime.output_dir}"
+
+
+def register_schema() -> None:
+    """Make `RunConfig` the schema that `configs/config.yaml` composes into (its `run_schema`)."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)

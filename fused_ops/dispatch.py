@@ -1,0 +1,72 @@
+"""Which backend runs a call: the one asked for, or baseline with the reason said."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+
+from fused_ops.counters import count
+from fused_ops.errors import BackendUnavailableError
+from fused_ops.symmetric.group import GroupContext
+
+logger = logging.getLogger("fused_ops")
+
+FUSED_BACKEND_OF_DEVICE = {"cpu": "host", "cuda": "cuda"}
+DEVICE_OF_BACKEND = {"host": "cpu", "cuda": "cuda", "triton": "cuda"}
+
+
+def choose(operator: str, comm: str, require_fused: bool, device: torch.device, group: GroupContext) -> ModuleType:
+    """The module `fused_ops.backends.<backend>.<operator>` that is to run this call.
+
+    comm: "baseline"; "fused" (the device's native backend, baseline where none can run: warned once, counted with its
+    reason, an error under require_fused); or a backend's name, which never falls back.
+    """
+    if comm == "baseline":
+        if require_fused:
+            raise ValueError("require_fused=True contradicts comm='baseline'")
+        return _use(operator, "baseline", "asked for")
+    named = comm != "fused"
+    backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
+    if named and comm not in DEVICE_OF_BACKEND:
+        raise ValueError(f"comm must be 'fused', 'baseline' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}")
+    if named and DEVICE_OF_BACKEND[comm] != device.type:
+        raise ValueError(f"backend '{comm}' takes {DEVICE_OF_BACKEND[comm]} tensors, got one on {device}")
+    problem = _problem(operator, backend, device, group)
+    if problem is None:
+        return _use(operator, backend, "asked for" if named else "fused")
+    if named or require_fused:
+        raise BackendUnavailableError(f"{operator}: {problem}")
+    _warn_once(operator, problem)
+    return _use(operator, "baseline", problem)
+
+
+def _problem(operator: str, backend: str, device: torch.device, group: GroupContext) -> str | None:
+    """Why that backend cannot run here, the same on every rank of the group; None when it can."""
+    if not backend:
+        return f"no fused backend for {device.type} tensors"
+    if not _exists(operator, backend):
+        return f"the {backend} backend has no {operator}"
+    return group.unreachable
+
+
+@functools.cache
+def _exists(operator: str, backend: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"fused_ops.backends.{backend}.{operator}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _use(operator: str, backend: str, reason: str) -> ModuleType:
+    count(operator, backend, reason)
+    return importlib.import_module(f"fused_ops.backends.{backend}.{operator}")
+
+
+@functools.cache
+def _warn_once(operator: str, problem: str) -> None:
+    logger.warning("%s runs on baseline: %s", operator, problem)

@@ -1,0 +1,158 @@
+"""The comparison as a table in the terminal and as the rows of `summary.json` and of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launch.page.comparison import Comparison, Row
+
+ABSENT = "–"
+NOT_A_TERMINAL_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a row, its heading and how it is written. `help` explains it to a newcomer."""
+
+    key: str
+    heading: str
+    text: Callable[[Row], str]
+    help: str
+    is_number: bool = True
+
+
+def number(value: Any, digits: int) -> str:
+    """A figure for people; a dash where it is unknown, `nan` where it is not a number."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{digits}f}"
+
+
+def signed_percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:+.1f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def small(value: float | None) -> str:
+    if value is None:
+        return ABSENT
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _figure(key: str, heading: str, digits: int, text: str) -> Column:
+    return Column(key, heading, lambda row: number(row.run[key], digits), text)
+
+
+def _reduction(row: Row) -> str:
+    if row.is_baseline and row.run["step_ms"] is not None:
+        return "reference"
+    return signed_percent(row.step_reduction) + (" ~" if row.step_reduction is not None and row.within_spread else "")
+
+
+COLUMNS = (
+    Column("label", "run", lambda row: row.label, "What sets the run apart from the others.", is_number=False),
+    Column("status", "status", lambda row: row.run.status, "ok, failed, unfinished, missing or unreadable.", is_number=False),
+    Column(
+        "backend",
+        "backend",
+        lambda row: row.run["backend"] or ABSENT,
+        "What really ran the exchange: baseline is the collective library, host is shared memory between processes, "
+        "cuda and triton are GPU kernels.",
+        is_number=False,
+    ),
+    _figure("ranks", "ranks", 0, "Processes that trained together."),
+    _figure("seed", "seed", 0, "Seed of weights and data order."),
+    _figure("steps", "steps", 0, "The last step that was logged."),
+    _figure("final_loss", "final loss", 6, "Training loss (binary cross-entropy) of the last step, over all ranks."),
+    _figure("auc", "AUC", 4, "Evaluation: chance that a clicked sample is ranked above one that was not. 0.5 is guessing."),
+    _figure("ne", "NE", 4, "Normalised entropy: evaluation loss over that of always predicting the mean. Below 1 has learned."),
+    _figure("step_ms", "step ms", 2, "Median time of a training step, warm-up left out."),
+    _figure("data_ms", "data", 2, "Waiting for the next batch, ms."),
+    _figure("index_dist_ms", "index dist.", 2, "Waiting for category ids to reach the ranks that own their tables, ms."),
+    _figure("compute_ms", "compute", 2, "The rest of the step: lookups, network, backward, optimizer, ms."),
+    _figure(
+        "exposed_comm_ms",
+        "exposed comm.",
+        2,
+        "Waiting for an exchange while none of the step's compute runs, ms. This is what fusing is meant to remove.",
+    ),
+    _figure("samples_per_s", "samples/s", 0, "Median throughput over all ranks, warm-up left out."),
+    Column(
+        "step_reduction_percent",
+        "step time saved",
+        _reduction,
+        "Reduction of the median step against the baseline run that differs in nothing but communication. Negative is "
+        "slower. ~ marks a difference within the spread: the middle halves of both runs' step times overlap.",
+    ),
+    Column(
+        "loss_difference",
+        "loss diff.",
+        lambda row: small(row.loss_difference),
+        "Largest relative difference between the training losses of this run and of its baseline, over all common steps.",
+    ),
+)
+
+
+def shown_columns(comparison: Comparison) -> list[Column]:
+    """All columns, without `status` where every run is ok."""
+    all_ok = all(row.run.status == "ok" for row in comparison.rows)
+    return [column for column in COLUMNS if not (all_ok and column.key == "status")]
+
+
+def print_table(comparison: Comparison, console: Console) -> None:
+    """Print the table, then the warnings and notes."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=NOT_A_TERMINAL_WIDTH)
+    columns = [c for c in shown_columns(comparison) if c.key not in ("ranks", "seed", "steps") or _varies(comparison, c)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
+    for row in comparison.rows:
+        table.add_row(*(escape(column.text(row)) for column in columns), style="red" if row.run.status == "failed" else None)
+    console.print(table)
+    for warning in comparison.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+    for note in comparison.notes:
+        console.print(escape(note), style="dim", highlight=False)
+
+
+def json_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """One object a run, in the order given: the run's own summary, and what it was measured against."""
+    return [
+        {
+            **{key: row.run[key] for key in _LEADING},
+            **row.run.summary,
+            "name": row.run.name,
+            "label": row.label,
+            "path": str(row.run.path),
+            "status": row.run.status,
+            "reason": row.run.reason,
+            "baselines": [run.name for run in row.baselines],
+            "no_baseline": row.no_baseline,
+            "step_reduction_percent": row.step_reduction,
+            "exposed_comm_reduction_percent": row.exposed_reduction,
+            "within_spread": row.within_spread,
+            "loss_difference": row.loss_difference,
+            "early_loss_difference": row.early_loss_difference,
+        }
+        for row in comparison.rows
+    ]
+
+
+_LEADING = (
+    *("comm", "backend", "ranks", "seed", "steps", "final_loss", "auc", "ne"),
+    *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s"),
+)
+
+
+def _varies(comparison: Comparison, column: Column) -> bool:
+    return len({row.run[column.key] for row in comparison.rows if row.run.summary}) > 1

@@ -1,0 +1,91 @@
+"""The way of categorical indices from the ranks that read samples to the ranks that own tables.
+
+TorchRec's KeyedJaggedTensor All-to-All in its three steps, so that a loop can lay a batch's steps under another batch's
+compute. The same under every `comm`.
+
+    start(features)           sizes leave (asynchronous)
+    send(pending)             sizes are here: values leave (asynchronous)
+    finish(pending)           values are here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+OUT_OF_RANGE = ("error", "clamp", "hash")
+
+
+@dataclass
+class DistributedIndices:
+    """Indices of the global batch for this rank's tables.
+
+    `indices`: one KeyedJaggedTensor a sharding group, keys = this rank's features, stride = sum(batch_sizes), samples
+    ordered by the rank that reads them. `batch_sizes`: samples of every rank in this step.
+    """
+
+    context: EmbeddingBagCollectionContext
+    indices: KJTList
+    batch_sizes: list[int]
+    batch_size: int  # this rank's
+
+
+@dataclass
+class Pending:
+    context: EmbeddingBagCollectionContext
+    awaitable: Any
+    batch_size: int
+
+
+class IndexDistribution:
+    """Brings indices to a sharded collection.
+
+    `out_of_range` is applied here for "clamp" (to the nearest row) and "hash" (modulo the rows), before indices travel;
+    under "error" the lookups themselves refuse, naming table and value.
+    """
+
+    def __init__(self, collection: ShardedEmbeddingBagCollection, out_of_range: str = "error") -> None:
+        if out_of_range not in OUT_OF_RANGE:
+            raise ValueError(f"model.out_of_range is {out_of_range!r}; allowed: {', '.join(OUT_OF_RANGE)}")
+        self.collection = collection
+        self.out_of_range = out_of_range
+        self._rows = {
+            feature: table.num_embeddings
+            for table in collection._embedding_bag_configs
+            for feature in table.feature_names
+        }
+
+    def start(self, features: KeyedJaggedTensor) -> Pending:
+        context = self.collection.create_context()
+        if self.out_of_range != "error":
+            features = self._bring_into_range(features)
+        return Pending(context, self.collection.input_dist(context, features), features.stride())
+
+    def send(self, pending: Pending) -> Pending:
+        return Pending(pending.context, pending.awaitable.wait(), pending.batch_size)
+
+    def finish(self, pending: Pending) -> DistributedIndices:
+        indices = pending.awaitable.wait()
+        batch_sizes = list(pending.context.sharding_contexts[0].batch_size_per_rank)
+        # One process distributes nothing, and TorchRec then leaves the sizes out.
+        return DistributedIndices(
+            pending.context, indices, batch_sizes or [pending.batch_size], batch_size=pending.batch_size
+        )
+
+    def _bring_into_range(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """A copy with every value inside its table."""
+        values = features.values()
+        rows = torch.tensor([self._rows[key] for key in features.keys()], dtype=values.dtype)
+        rows = rows.repeat_interleave(torch.tensor(features.length_per_key()))
+        if self.out_of_range == "hash":
+            values = torch.remainder(values, rows)
+        else:
+            values = torch.minimum(values.clamp(min=0), rows - 1)
+        return KeyedJaggedTensor(
+            keys=features.keys(), values=values, lengths=features.lengths(), weights=features.weights_or_none()
+        )

@@ -1,0 +1,147 @@
+"""A DLRM from TorchRec's architecture modules: bottom MLP, embedding bags, interaction (dot or DCNv2), top MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM, DLRM_DCN, SparseArch
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from models.dlrm.index_distribution import DistributedIndices
+
+POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+EMBEDDING_DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+
+
+class DLRMConfig(Protocol):
+    """What a DLRM is built from (`trainers.config.ModelConfig` has these fields and more)."""
+
+    num_dense: int
+    embedding_dim: int
+    table_rows: list[int]
+    multi_hot_sizes: list[int] | None
+    bottom_mlp: list[int]
+    top_mlp: list[int]
+    interaction: str
+    dcn_layers: int
+    dcn_low_rank: int
+    pooling: str
+    embedding_dtype: str
+
+
+def feature_name(table: int) -> str:
+    return f"cat_{table}"
+
+
+def table_name(table: int) -> str:
+    return f"table_{table}"
+
+
+def embedding_tables(config: DLRMConfig) -> list[EmbeddingBagConfig]:
+    """One table a categorical feature, in the order of `config.table_rows`."""
+    return [
+        EmbeddingBagConfig(
+            name=table_name(t),
+            embedding_dim=config.embedding_dim,
+            num_embeddings=rows,
+            feature_names=[feature_name(t)],
+            pooling=POOLING[config.pooling],
+            data_type=EMBEDDING_DTYPES[config.embedding_dtype],
+        )
+        for t, rows in enumerate(config.table_rows)
+    ]
+
+
+class PooledFeatures(SparseArch):
+    """`SparseArch` in two halves, so that dense work can run while pooled embeddings travel."""
+
+    def start(self, features: KeyedJaggedTensor | DistributedIndices) -> KeyedTensor:
+        """Looks up and sends off; returns a KeyedTensor or, from a sharded collection, an awaitable of one."""
+        collection = self.embedding_bag_collection
+        if isinstance(features, DistributedIndices):
+            return collection.compute_and_output_dist(features.context, features.indices)
+        return collection(features)
+
+    def finish(self, pooled: KeyedTensor, batch_size: int) -> torch.Tensor:
+        """[batch_size, features, dim], features in the collection's own order."""
+        if hasattr(pooled, "wait"):
+            pooled = pooled.wait()
+        if pooled.keys() == self.sparse_feature_names:
+            values = pooled.values()
+        else:
+            by_name = pooled.to_dict()
+            values = torch.cat([by_name[name] for name in self.sparse_feature_names], dim=1)
+        return values.reshape(batch_size, self.F, self.D)
+
+    def forward(self, features: KeyedJaggedTensor | DistributedIndices) -> torch.Tensor:
+        batch_size = features.batch_size if isinstance(features, DistributedIndices) else features.stride()
+        return self.finish(self.start(features), batch_size)
+
+
+class _Overlapped(DLRM):
+    """Starts the embeddings before the bottom MLP.
+
+    The pooled exchange of an unfused collection then runs behind the bottom MLP, and, as autograd goes back in the
+    opposite order, the exchange of its gradients behind the bottom MLP's backward.
+    """
+
+    def forward(
+        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | DistributedIndices
+    ) -> torch.Tensor:
+        """Logits [B] (fp32) of dense features [B, num_dense] and this rank's part of the sparse features."""
+        pooled = self.sparse_arch.start(sparse_features)
+        embedded_dense = self.dense_arch(dense_features)
+        embedded_sparse = self.sparse_arch.finish(pooled, dense_features.shape[0])
+        interactions = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
+        return self.over_arch(interactions).float().squeeze(-1)
+
+
+class DotDLRM(_Overlapped):
+    """Pairwise dot products of the bottom MLP's output and the pooled embeddings."""
+
+
+class CrossDLRM(_Overlapped, DLRM_DCN):
+    """DCNv2: low-rank cross layers over the concatenated features."""
+
+
+def build_dlrm(config: DLRMConfig, tables_device: str = "meta") -> DLRM:
+    """The unsharded model, MLPs on the CPU with weights from torch's global generator.
+
+    `tables_device="meta"` leaves the tables without storage, for sharding; "cpu" makes a model that runs on one process.
+    """
+    collection = EmbeddingBagCollection(tables=embedding_tables(config), device=torch.device(tables_device))
+    shape = {
+        "embedding_bag_collection": collection,
+        "dense_in_features": config.num_dense,
+        "dense_arch_layer_sizes": list(config.bottom_mlp),
+        "over_arch_layer_sizes": list(config.top_mlp),
+    }
+    model: DLRM
+    if config.interaction == "dot":
+        model = DotDLRM(**shape)
+    elif config.interaction == "dcnv2":
+        model = CrossDLRM(**shape, dcn_num_layers=config.dcn_layers, dcn_low_rank_dim=config.dcn_low_rank)
+    else:
+        raise ValueError(f"model.interaction is {config.interaction!r}; allowed: dot, dcnv2")
+    model.sparse_arch = PooledFeatures(collection)
+    return model
+
+
+def dense_parameter_count(config: DLRMConfig) -> int:
+    """Parameters outside the tables, which every rank holds."""
+    with torch.device("meta"):
+        model = build_dlrm(config)
+    return sum(p.numel() for name, p in model.named_parameters() if "embedding_bags" not in name)
+
+
+def table_parameter_count(config: DLRMConfig) -> int:
+    return sum(config.table_rows) * config.embedding_dim
+
+
+def linear_layers(model: nn.Module) -> Sequence[nn.Linear]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]

@@ -1,0 +1,210 @@
+"""TorchRec's sharded EmbeddingBagCollection with lookup and pooled exchange fused.
+
+Plan, index distribution, weights, optimizer states and state-dict names are TorchRec's own, so a checkpoint doesn't know
+which of the two wrote it. Only what follows the index distribution differs: TorchRec looks up, exchanges and reorders; here
+one `fused_ops.embedding_all_to_all` stores pooled rows where the model reads them.
+
+Per rank, with L local features (column slices count one each), B samples over all ranks, b of them here:
+
+    indices [nnz], offsets [L * B + 1]  ->  KeyedTensor [b, sum of all dims], keys in the collection's own order
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+import fused_ops
+
+OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+}
+
+
+class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """`comm` and `require_fused` go to the operator as they are. Tables share one pooling and one dtype (ValueError)."""
+
+    def __init__(self, *args: Any, comm: str = "fused", require_fused: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        poolings = {config.pooling.value for config in self._embedding_bag_configs}
+        dtypes = {config.data_type for config in self._embedding_bag_configs}
+        if len(poolings) > 1 or len(dtypes) > 1:
+            raise ValueError(f"fused tables share one pooling and one dtype; got {poolings} and {dtypes}")
+        self._comm, self._require_fused = comm, require_fused
+        self._pooling = poolings.pop().lower()
+        self._names, self._dims, self._placement = _final_columns(self)
+        self._kernels = [kernel for lookup in self._lookups for kernel in lookup._emb_modules]
+        self._feature_tables = _feature_tables(self._kernels)
+        self._in_backward = all(
+            sharding.compute_kernel == EmbeddingComputeKernel.FUSED.value
+            for sharding in self.module_sharding_plan.values()
+        )
+        self._frozen_tables = [table for kernel in self._kernels for table in kernel.split_embedding_weights()]
+        self._fused_params = {
+            key: value
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            for key, value in (info.fused_params or {}).items()
+        }
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        batch_sizes = list(ctx.sharding_contexts[0].batch_size_per_rank) or [input[0].stride()]
+        indices, offsets, weights = _join(input, self._is_weighted)
+        pooled = fused_ops.embedding_all_to_all(
+            self._tables(),
+            indices,
+            offsets,
+            fused_ops.EmbeddingLayout(
+                feature_dims=self._placement.dims,
+                feature_columns=self._placement.columns,
+                batch_sizes=batch_sizes,
+                total_dim=sum(self._dims),
+            ),
+            feature_tables=self._feature_tables,
+            pooling=self._pooling,
+            per_sample_weights=weights,
+            optimizer=self._optimizer() if self._in_backward else None,
+            group=self._env.process_group,
+            comm=self._comm,
+            require_fused=self._require_fused,
+        )
+        return LazyNoWait(KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled, key_dim=1))
+
+    def _tables(self) -> list[torch.Tensor]:
+        """Shards [rows, columns] in the order of TorchRec's kernels: views of its weights."""
+        if self._in_backward:
+            return self._frozen_tables
+        # `split`, so that autograd gathers the gradients of all tables in one piece.
+        return [
+            part.view(table.shape)
+            for kernel in self._kernels
+            for part, table in zip(
+                kernel.emb_module.weights.split([t.numel() for t in kernel.split_embedding_weights()]),
+                kernel.split_embedding_weights(),
+                strict=True,
+            )
+        ]
+
+    def _optimizer(self) -> fused_ops.FusedOptimizer:
+        """TorchRec's optimizer as it stands: its states as views, its learning rate as last set by a scheduler."""
+        modules = [kernel.emb_module for kernel in self._kernels]
+        kind = OPTIMIZERS[self._fused_params["optimizer"]]
+        return fused_ops.FusedOptimizer(
+            kind=kind,
+            learning_rate=modules[0].get_learning_rate() if modules else self._fused_params["learning_rate"],
+            eps=self._fused_params["eps"],
+            states=[] if kind == "sgd" else [states[0] for m in modules for states in m.split_optimizer_states()],
+            average_over_ranks=True,
+        )
+
+
+class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Shards an EmbeddingBagCollection into the fused collection.
+
+    `fused_params` must name `optimizer`, `learning_rate` and `eps`.
+    """
+
+    def __init__(self, fused_params: dict[str, Any], comm: str = "fused", require_fused: bool = False) -> None:
+        allowed = ", ".join(OPTIMIZERS.values())
+        if fused_params.get("optimizer") not in OPTIMIZERS:
+            raise ValueError(f"the optimizer {fused_params.get('optimizer')} can't run in backward; allowed: {allowed}")
+        super().__init__(fused_params=fused_params)
+        self._comm, self._require_fused = comm, require_fused
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> FusedShardedEmbeddingBagCollection:
+        return FusedShardedEmbeddingBagCollection(
+            module,
+            params,
+            env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            comm=self._comm,
+            require_fused=self._require_fused,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[FusedShardedEmbeddingBagCollection]:
+        return FusedShardedEmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """`dims[r][f]`, `columns[r][f]`: width, and first output column, of rank r's f-th local feature."""
+
+    dims: list[list[int]]
+    columns: list[list[int]]
+
+
+def _final_columns(collection: ShardedEmbeddingBagCollection) -> tuple[list[str], list[int], _Placement]:
+    """Names and dims of the output in the collection's own order, and where each rank's slices land in it."""
+    dim_of = dict(zip(collection._embedding_names, collection._embedding_dims, strict=True))
+    names: list[str] = []
+    for config in collection._embedding_bag_configs:
+        # A feature that several tables look up is called feature@table.
+        names += [f if f in dim_of else f"{f}@{config.name}" for f in config.feature_names]
+    start, at = {}, 0
+    for name in names:
+        start[name] = at
+        at += dim_of[name]
+
+    ranks = range(collection._env.world_size)
+    dims: list[list[int]] = [[] for _ in ranks]
+    columns: list[list[int]] = [[] for _ in ranks]
+    for sharding in collection._embedding_shardings:
+        for rank in ranks:
+            for group in sharding._grouped_embedding_configs_per_rank[rank]:
+                slices = zip(
+                    group.embedding_names(), group.embedding_dims(), group.embedding_shard_metadata(), strict=True
+                )
+                for name, dim, metadata in slices:
+                    dims[rank].append(dim)
+                    columns[rank].append(start[name] + metadata.shard_offsets[1])
+    return names, [dim_of[name] for name in names], _Placement(dims, columns)
+
+
+def _feature_tables(kernels: list[nn.Module]) -> list[int]:
+    """Local feature -> local table, over all kernels."""
+    tables, first = [], 0
+    for kernel in kernels:
+        tables += [first + table for table in kernel._feature_table_map]
+        first += len(kernel.config.embedding_tables)
+    return tables
+
+
+def _join(inputs: KJTList, weighted: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The sharding groups' indices and offsets as one feature-major jagged tensor. A single group is taken as it is."""
+    kjts = [kjt for kjt in inputs if kjt.keys()]
+    if not kjts:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None
+    if len(kjts) == 1:
+        return kjts[0].values(), kjts[0].offsets(), kjts[0].weights() if weighted else None
+    offsets, nnz = [kjts[0].offsets()[:1]], 0
+    for kjt in kjts:
+        offsets.append(kjt.offsets()[1:] + nnz)
+        nnz += kjt.values().numel()
+    weights = torch.cat([kjt.weights() for kjt in kjts]) if weighted else None
+    return torch.cat([kjt.values() for kjt in kjts]), torch.cat(offsets), weights
