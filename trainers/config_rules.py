@@ -1,7 +1,7 @@
 """What the types of `trainers.config` cannot say: choices, ranges and pairs that make no sense together.
 
-`check(config)` raises one `ConfigError` for the first rule broken. It needs neither a process group nor, unless a GPU is
-asked for, torch, so a run with a bad config stops at once.
+`check(config)` raises one `ConfigError` for the first rule broken. It needs neither a process group nor, unless a GPU
+is asked for, torch, so a run with a bad config stops at once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _choices(config: RunConfig) -> str | None:
     for key, allowed in CHOICES.items():
         value = str(_value(config, key))
         if value not in allowed:
-            return f"{key}={value} is not a choice{did_you_mean(value, allowed)} Allowed: {', '.join(allowed)}"
+            return f"{key}={value} is not a choice (allowed: {', '.join(allowed)}){did_you_mean(value, allowed)}"
     return None
 
 
@@ -131,8 +131,8 @@ def _layers(config: RunConfig) -> str | None:
             return f"{key}={widths} must list at least one positive width"
     if model.bottom_mlp[-1] != model.embedding_dim:
         return (
-            f"model.bottom_mlp ends in {model.bottom_mlp[-1]} and model.embedding_dim is {model.embedding_dim}; they must "
-            f"be equal, since {model.interaction} interacts the bottom MLP's output with the embeddings"
+            f"model.bottom_mlp ends in {model.bottom_mlp[-1]} and model.embedding_dim is {model.embedding_dim}; they "
+            f"must be equal, since {model.interaction} interacts the bottom MLP's output with the embeddings"
         )
     if model.top_mlp[-1] != 1:
         return f"model.top_mlp ends in {model.top_mlp[-1]}; it must end in 1, the click's logit"
@@ -151,12 +151,11 @@ def _data(config: RunConfig) -> str | None:
         return f"data.path={data.path} means nothing with data=random, which reads no files; use data=criteo"
     if data.kind != "synthetic" and data.num_samples is not None:
         return f"data.num_samples={data.num_samples} is for data=synthetic only; data={data.kind} has no use for it"
-    if data.kind != "random":
-        if len(model.table_rows) != CRITEO_CATEGORIES or model.num_dense != CRITEO_DENSE:
-            return (
-                f"data={data.kind} has {CRITEO_DENSE} dense and {CRITEO_CATEGORIES} categorical features, and model "
-                f"{model.name} takes {model.num_dense} and {len(model.table_rows)}; use data=random or another model"
-            )
+    if data.kind != "random" and (len(model.table_rows), model.num_dense) != (CRITEO_CATEGORIES, CRITEO_DENSE):
+        return (
+            f"data={data.kind} has {CRITEO_DENSE} dense and {CRITEO_CATEGORIES} categorical features, and model "
+            f"{model.name} takes {model.num_dense} and {len(model.table_rows)}; use data=random or another model"
+        )
     return None
 
 
@@ -200,8 +199,8 @@ def _plain_gradients(config: RunConfig) -> str | None:
     for key, used in (("clip_norm", optim.clip_norm is not None), ("accumulate", optim.accumulate > 1)):
         if used:
             return (
-                f"optim.{key}={getattr(optim, key)} needs the tables' gradients, and with optim.in_backward=true the tables "
-                f"are updated inside backward; set optim.in_backward=false"
+                f"optim.{key}={getattr(optim, key)} needs the tables' gradients, and with optim.in_backward=true the "
+                f"tables are updated inside backward; set optim.in_backward=false"
             )
     return None
 
@@ -227,7 +226,9 @@ def _gpu(config: RunConfig) -> str | None:
         return None
     import torch
 
-    return None if torch.cuda.is_available() else "trainer.device=cuda, and torch sees no GPU here; use trainer.device=cpu"
+    return (
+        None if torch.cuda.is_available() else "trainer.device=cuda, and torch sees no GPU here; use trainer.device=cpu"
+    )
 
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (

@@ -1,7 +1,7 @@
 """`summary.json`: what a run came to, from its train and eval records. One object, the same keys whatever happened.
 
-Medians leave out the first `warmup` steps that this process ran (a resumed run warms up again), and are null where nothing
-is left. The medians of a step's parts need not add up to the median step.
+Medians leave out the first `warmup` steps that this process ran (a resumed run warms up again), and are null where
+nothing is left. The medians of a step's parts need not add up to the median step.
 """
 
 from __future__ import annotations
@@ -79,18 +79,15 @@ class StepStatistics:
             self._last_eval = event
             self._warnings = list(event.get("warnings") or ())  # an early evaluation's degenerate metric may recover
 
-    def summary(self, facts: RunFacts, status: str, reason: str | None = None) -> dict[str, Any]:
-        """The object of `summary.json`: exactly SUMMARY_KEYS, in that order."""
-        if status not in STATUSES:
-            raise ValueError(f"status is {status!r}; allowed: {', '.join(STATUSES)}")
+    def figures(self) -> dict[str, Any]:
+        """What the records alone say: last step, losses, metrics, medians, warnings."""
         train, evaluation = self._last_train or {}, self._last_eval or {}
         measured = len(self._columns["step_ms"])
-        warnings = [*facts.warnings, *self._warnings]
+        warnings = list(self._warnings)
         if self._seen and not measured:
             warnings.append(f"{self._seen} steps, all of them warm-up (trainer.warmup={self._warmup}): no medians")
         low, high = _quartiles(self._columns["step_ms"])
-        values = {
-            **asdict(facts),
+        return {
             "steps": train.get("step", 0),
             "final_loss": train.get("loss"),
             "eval_loss": evaluation.get("loss"),
@@ -101,11 +98,17 @@ class StepStatistics:
             "step_ms_p75": high,
             "measured_steps": measured,
             "warmup": self._warmup,
-            "warnings": list(dict.fromkeys(warnings)),
-            "status": status,
-            "reason": reason,
-            "versions": versions(),
+            "warnings": warnings,
         }
+
+    def summary(self, facts: RunFacts, status: str, reason: str | None = None) -> dict[str, Any]:
+        """The object of `summary.json`: exactly SUMMARY_KEYS, in that order."""
+        if status not in STATUSES:
+            raise ValueError(f"status is {status!r}; allowed: {', '.join(STATUSES)}")
+        figures = self.figures()
+        warnings = list(dict.fromkeys([*facts.warnings, *figures["warnings"]]))
+        ending = {"warnings": warnings, "status": status, "reason": reason, "versions": versions()}
+        values = asdict(facts) | figures | ending
         return {key: values[key] for key in SUMMARY_KEYS}
 
 
@@ -130,7 +133,9 @@ def counter_rows(counters: Mapping[tuple[str, str, str], int]) -> list[dict[str,
 
 
 def backend_that_ran(rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """The backends of `counter_rows` by name, joined by `+` where calls went to several; None where nothing was counted."""
+    """The backends of `counter_rows` by name, joined by `+` where calls went to several; None where nothing was
+    counted.
+    """
     return "+".join(sorted({row["backend"] for row in rows if row["calls"]})) or None
 
 

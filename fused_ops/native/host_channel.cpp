@@ -41,8 +41,15 @@ void fo_set_delay(void* handle, int64_t us, int64_t seed) {
   ch->rng.seed(seed);
 }
 
-void fo_post_descriptor(void* handle, int64_t call, int rejected, int64_t hash, const char* text, const int64_t* row) {
+// Posts this rank's facts of `call`. A rank that rejects call after call must not lap a peer that has yet to read them.
+void fo_post_descriptor(void* handle, int64_t call, int rejected, int64_t hash, const char* text, const int64_t* row, Result* result) {
   auto* ch = static_cast<Channel*>(handle);
+  if (call > kRing) {
+    Status s = ch->wait_for(ch->others(), call, kAgreement, result, [&](int r) {
+      return ch->head(r)->latest_call.load(std::memory_order_acquire) > call - kRing;
+    });
+    if (s != kOk) return;
+  }
   Descriptor* d = ch->descriptor(ch->rank, call);
   d->call.store(0, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -13,6 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -28,6 +29,7 @@ namespace fused_ops {
 
 constexpr int kRing = 64;       // calls a fast rank may be ahead of the slowest reader of its descriptors
 constexpr int kTextBytes = 512;
+constexpr size_t kMappings = 256;  // slots of one peer kept mapped; twice what its pool holds
 constexpr uint64_t kMagic = 0x66757365636f6d31;
 
 enum Status : int32_t { kOk = 0, kTimeout = 1, kLost = 2, kRejected = 3, kBroken = 4, kInterrupted = 5, kBadCredit = 6, kOverrun = 7, kBadTag = 8 };
@@ -39,9 +41,20 @@ struct alignas(64) Flag {
   std::atomic<uint64_t> value;
 };
 
-struct alignas(64) Credit {
-  std::atomic<uint64_t> value;  // word(epoch, tag), stored last
+struct Place {
   int64_t slot, fd, slot_bytes, offset, bytes, oldest_live_slot;
+};
+
+struct alignas(64) Credit : Place {
+  std::atomic<uint64_t> value;  // word(epoch, tag), stored last; 0 while being written
+
+  // Copies the place out if the credit is `want`. Its owner may retract a credit that it posted ahead, at any moment.
+  bool read(uint64_t want, Place* place) const {
+    if (value.load(std::memory_order_acquire) != want) return false;
+    *place = *this;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return value.load(std::memory_order_relaxed) == want;
+  }
 };
 
 struct Descriptor {
@@ -100,8 +113,21 @@ struct Channel {
       syscall(SYS_futex, reinterpret_cast<uint32_t*>(&c->doorbell), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
   }
 
+  // Where the kernel gives no pidfd (too old, filtered, or the process ended before it was asked for).
+  static bool runs(int pid) {
+    char path[64], line[512] = {};
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return errno != ENOENT;
+    const ssize_t length = read(fd, line, sizeof line - 1);
+    close(fd);
+    const char* name_end = length > 0 ? strrchr(line, ')') : nullptr;
+    return name_end == nullptr || (name_end[2] != 'Z' && name_end[2] != 'X');
+  }
+
   bool gone(int r) {
-    if (r == rank || pidfd[r] < 0) return false;
+    if (r == rank) return false;
+    if (pidfd[r] < 0) return !runs(pid[r]);
     pollfd p{pidfd[r], POLLIN, 0};
     return poll(&p, 1, 0) == 1;
   }
@@ -132,10 +158,7 @@ struct Channel {
     Status status = kOk;
     for (int spin = 0;; ++spin) {
       const uint32_t bell = mine->doorbell.load(std::memory_order_seq_cst);
-      std::vector<int> still;
-      for (int r : missing)
-        if (!ready(r)) still.push_back(r);
-      missing.swap(still);
+      missing.erase(std::remove_if(missing.begin(), missing.end(), ready), missing.end());
       if (missing.empty()) break;
       if (spin < 64) {
 #if defined(__x86_64__)
@@ -187,28 +210,29 @@ struct Channel {
   Status wait_credit(int peer, int64_t call, uint32_t tag, int64_t bytes, Result* result, char** destination) {
     const uint64_t want = word(static_cast<uint32_t>(call), tag);
     Credit* c = credit(rank, peer);
-    Status s = wait_for({peer}, call, kCredit, result,
-                        [&](int) { return c->value.load(std::memory_order_acquire) == want; });
+    Place place;
+    Status s = wait_for({peer}, call, kCredit, result, [&](int) { return c->read(want, &place); });
     if (s != kOk) return s;
     auto& slots = mapped[peer];
-    while (!slots.empty() && slots.begin()->first < c->oldest_live_slot) {
+    const bool known = slots.count(place.slot) != 0;
+    while (!slots.empty() && (slots.begin()->first < place.oldest_live_slot || (!known && slots.size() >= kMappings))) {
       munmap(slots.begin()->second.first, slots.begin()->second.second);
       slots.erase(slots.begin());
     }
-    if (bytes != c->bytes || c->offset < 0 || c->offset + bytes > c->slot_bytes) return fail(result, kBadCredit, kCredit, peer);
+    if (bytes != place.bytes || place.offset < 0 || place.offset + bytes > place.slot_bytes) return fail(result, kBadCredit, kCredit, peer);
     if (bytes == 0) { *destination = nullptr; return kOk; }
-    auto found = slots.find(c->slot);
+    auto found = slots.find(place.slot);
     if (found == slots.end()) {
       char path[64];
-      snprintf(path, sizeof path, "/proc/%d/fd/%d", pid[peer], static_cast<int>(c->fd));
+      snprintf(path, sizeof path, "/proc/%d/fd/%d", pid[peer], static_cast<int>(place.fd));
       int fd = open(path, O_RDWR | O_CLOEXEC);
       if (fd < 0) return fail(result, gone(peer) ? kLost : kBadCredit, kCredit, peer);
-      void* at = mmap(nullptr, c->slot_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      void* at = mmap(nullptr, place.slot_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
       close(fd);
       if (at == MAP_FAILED) return fail(result, kBadCredit, kCredit, peer);
-      found = slots.emplace(c->slot, std::make_pair(static_cast<char*>(at), static_cast<size_t>(c->slot_bytes))).first;
+      found = slots.emplace(place.slot, std::make_pair(static_cast<char*>(at), static_cast<size_t>(place.slot_bytes))).first;
     }
-    *destination = found->second.first + c->offset;
+    *destination = found->second.first + place.offset;
     return kOk;
   }
 

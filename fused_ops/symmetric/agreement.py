@@ -11,17 +11,26 @@ import ctypes
 import functools
 import hashlib
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fused_ops.compiler import load_host_library
-from fused_ops.errors import BackendUnavailableError, CommunicationError, PeerAbortedError, PeerLostError, PeerTimeoutError
+from fused_ops.errors import (
+    BackendUnavailableError,
+    CommunicationError,
+    PeerAbortedError,
+    PeerLostError,
+    PeerTimeoutError,
+)
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.segment import SharedSegment
 
 OK, TIMEOUT, LOST, REJECTED, BROKEN, INTERRUPTED, BAD_CREDIT, OVERRUN, BAD_TAG = range(9)
 PHASES = {1: "agreeing on the call", 2: "waiting for a place to send to", 3: "waiting for data"}
 MAX_KNOWN_FACTS = 4096
+TAG_MASK = 0x7FFFFFFF
 
 
 class Result(ctypes.Structure):
@@ -58,21 +67,26 @@ class Agreement:
         self.call_number = 0
         self.broken: CommunicationError | None = None
         self._known: dict[tuple, tuple[int, bytes]] = {}
-        self._interrupt: BaseException | None = None
+        self._raised_in_wait: list[BaseException] = []
         self._posted = False
         self._lib = library()
         self.control, areas, pids = self._map_controls(group, f"{kind}{index}")
-        self._areas = areas
-        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._interrupted)
+        watch = _signal_watch(self._raised_in_wait)
+        next(watch)
+        callback = ctypes.CFUNCTYPE(ctypes.c_int)(watch.__next__)
         self.handle = ctypes.c_void_p(
             self._lib.fo_channel_create(
                 self.rank,
                 self.world,
                 int64_array([area.address for area in areas]),
                 (ctypes.c_int32 * self.world)(*pids),
-                self._callback,
+                callback,
             )
         )
+        # Once nothing refers to this object, no call is in progress: the native side can go, and the mappings after it.
+        weakref.finalize(self, _destroy, self._lib, self.handle, (areas, callback)).atexit = False
+        self._process = os.getpid()
+        self._in_use = threading.Lock()
         self.set_timeout(group.timeout_s)
 
     def _map_controls(self, group: GroupContext, what: str) -> tuple[SharedSegment, list[SharedSegment], list[int]]:
@@ -94,14 +108,6 @@ class Agreement:
             raise BackendUnavailableError("; ".join(problems))
         return mine, areas, [peer["pid"] for peer in peers]
 
-    def _interrupted(self) -> int:
-        """Called about once a second from inside a native wait: lets Ctrl-C and signal handlers through."""
-        try:
-            return 0 if self._interrupt is None else 1
-        except BaseException as error:
-            self._interrupt = error
-            return 1
-
     def set_timeout(self, seconds: float) -> None:
         self._lib.fo_set_timeout(self.handle, ctypes.c_int64(int(seconds * 1e9)))
 
@@ -110,26 +116,34 @@ class Agreement:
         """One call on this channel. An input that this rank rejects inside is a rejection its peers see."""
         if self.broken is not None:
             raise type(self.broken)(f"channel {self.index} of group '{self.group.name}' is broken since: {self.broken}")
-        self.call_number += 1
-        self.operator = operator
-        self._posted = False
+        if os.getpid() != self._process:
+            raise CommunicationError(f"{operator}: this process was forked from a rank; only the rank itself can call")
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"{operator}: two threads call on channel {self.index} of group '{self.group.name}' at once; "
+                "give each its own channel"
+            )
         try:
+            self.call_number += 1
+            self.operator = operator
+            self._posted = False
             yield self.call_number
-        except ValueError as error:
+        except (ValueError, PeerAbortedError) as error:
             if not self._posted:
                 self._post(str(error).encode(), 0, None, rejected=True)
             raise
-        except PeerAbortedError:
-            raise
         except BaseException as error:
-            self._break(error)
+            self.give_up(error)
             raise
+        finally:
+            self._in_use.release()
 
     def agree(self, facts: tuple, row: Sequence[int] | None = None) -> tuple[int, list[list[int]]]:
         """Post this call's facts (anything with a stable repr that all ranks must share) and settle the split sizes.
 
         `row`: this rank's 2 * world numbers (rows it sends to each rank, rows it expects from each), or None where the
-        facts imply them. Returns (tag, rows of all ranks, empty where `row` was None).
+        facts imply them. Returns (tag, rows of all ranks, empty where `row` was None). Equal tags mean equal layouts: a
+        credit posted ahead under a tag is good for no other.
         """
         known = self._known.get(facts)
         if known is None:
@@ -144,12 +158,25 @@ class Agreement:
             if len(self._known) >= MAX_KNOWN_FACTS:
                 self._known.clear()
             self._known[facts] = known
-        return hash_ & 0x7FFFFFFF, rows
+        if row is None:
+            return hash_ & TAG_MASK, rows
+        layout = hashlib.blake2b(repr((hash_, rows)).encode(), digest_size=4).digest()
+        return int.from_bytes(layout, "little") & TAG_MASK, rows
 
     def _post(self, text: bytes, hash_: int, row: Sequence[int] | None, rejected: bool) -> None:
         self._posted = True
         numbers = int64_array(row) if row is not None else None
-        self._lib.fo_post_descriptor(self.handle, ctypes.c_int64(self.call_number), int(rejected), ctypes.c_int64(hash_), text, numbers)
+        result = Result()
+        self._lib.fo_post_descriptor(
+            self.handle,
+            ctypes.c_int64(self.call_number),
+            int(rejected),
+            ctypes.c_int64(hash_),
+            text,
+            numbers,
+            ctypes.byref(result),
+        )
+        self.raise_failure(result)
 
     def _gather(self, hash_: int, with_rows: bool) -> list[list[int]]:
         text_bytes = self._lib.fo_text_bytes()
@@ -157,9 +184,14 @@ class Agreement:
         texts = ctypes.create_string_buffer(text_bytes * self.world)
         numbers = (ctypes.c_int64 * (2 * self.world * self.world))()
         result = Result()
-        self._lib.fo_gather_descriptors(self.handle, ctypes.c_int64(self.call_number), hashes, texts, numbers, ctypes.byref(result))
+        self._lib.fo_gather_descriptors(
+            self.handle, ctypes.c_int64(self.call_number), hashes, texts, numbers, ctypes.byref(result)
+        )
         self.raise_failure(result)
-        said = [texts.raw[r * text_bytes : (r + 1) * text_bytes].split(b"\0")[0].decode(errors="replace") for r in range(self.world)]
+        said = [
+            texts.raw[r * text_bytes : (r + 1) * text_bytes].split(b"\0")[0].decode(errors="replace")
+            for r in range(self.world)
+        ]
         if any(h != hash_ for h in hashes):
             other = next(r for r in range(self.world) if hashes[r] != hash_)
             raise ValueError(
@@ -188,34 +220,51 @@ class Agreement:
             return
         where = f"{self.operator}: rank {self.rank} of group '{self.group.name}', channel {self.index}, call {self.call_number}, {PHASES.get(result.phase, '')}"
         if status == INTERRUPTED:
-            interrupt, self._interrupt = self._interrupt, None
-            raise interrupt or KeyboardInterrupt
+            raise self._raised_in_wait.pop()
         if status == REJECTED:
-            raise PeerAbortedError(f"{where}: rank {peer} rejected its input: {self._reason(peer, broken=False)}")
+            raise PeerAbortedError(f"{where}: rank {peer} rejected its input: {self.reason(peer)}")
         if status == BROKEN:
-            self._break(PeerAbortedError(f"{where}: rank {peer} gave up on this channel: {self._reason(peer, broken=True)}"))
+            self.give_up(
+                PeerAbortedError(f"{where}: rank {peer} gave up on this channel: {self.reason(peer, broken=True)}")
+            )
         elif status == LOST:
-            self._break(PeerLostError(f"{where}: the process of rank {peer} has ended"))
+            self.give_up(PeerLostError(f"{where}: the process of rank {peer} has ended"))
         elif status == TIMEOUT:
             late = (ctypes.c_int32 * self.world)()
             count = self._lib.fo_late(self.handle, late)
-            self._break(PeerTimeoutError(f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {sorted(late[:count])}"))
+            self.give_up(
+                PeerTimeoutError(
+                    f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {sorted(late[:count])}"
+                )
+            )
         elif status == BAD_TAG:
-            theirs = self._reason(peer, broken=False)
-            raise ValueError(f"{where}: ranks disagree: rank {self.rank} has [{self._reason(self.rank, broken=False)}], rank {peer} has [{theirs}]")
+            theirs = self.reason(peer)
+            raise ValueError(
+                f"{where}: ranks disagree: rank {self.rank} has [{self.reason(self.rank)}], rank {peer} has [{theirs}]"
+            )
         elif status == OVERRUN:
-            self._break(CommunicationError(f"{where}: rank {peer} is more than {self._lib.fo_ring_calls()} calls ahead: ranks issue different calls"))
+            self.give_up(
+                CommunicationError(
+                    f"{where}: rank {peer} is more than {self._lib.fo_ring_calls()} calls ahead: ranks issue different calls"
+                )
+            )
         else:
-            self._break(CommunicationError(f"{where}: rank {peer} posted a credit that does not fit the slice, or memory that cannot be mapped"))
+            self.give_up(
+                CommunicationError(
+                    f"{where}: rank {peer} posted a credit that does not fit the slice, or memory that cannot be mapped"
+                )
+            )
         assert self.broken is not None
         raise self.broken
 
-    def _reason(self, rank: int, broken: bool) -> str:
+    def reason(self, rank: int, call: int | None = None, broken: bool = False) -> str:
+        """What that rank said of a call (by default the present one), or of why it gave up."""
         text = ctypes.create_string_buffer(self._lib.fo_text_bytes())
-        self._lib.fo_reason(self.handle, rank, ctypes.c_int64(self.call_number), int(broken), text)
+        number = self.call_number if call is None else call
+        self._lib.fo_reason(self.handle, rank, ctypes.c_int64(number), int(broken), text)
         return text.value.decode(errors="replace")
 
-    def _break(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """No later call can work: say so here and to the peers, who may be waiting for this rank."""
         if self.broken is None:
             message = f"{type(error).__name__}: {error}"
@@ -225,3 +274,26 @@ class Agreement:
     def newest_common_call(self) -> int:
         """The newest call that every rank has begun."""
         return min(self._lib.fo_latest_call(self.handle, r) for r in range(self.world))
+
+
+def _signal_watch(raised: list[BaseException]) -> Iterator[int]:
+    """Native waits ask this about once a second: 1 to give up, since a signal handler (Ctrl-C) raised.
+
+    A generator, because Python runs pending signal handlers where it resumes, which is inside the `try`; on entry to a plain
+    function they run before any `try`, and ctypes would drop what they raise.
+    """
+    answer = 0
+    while True:
+        try:
+            yield answer
+            answer = 0
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            raised.append(error)
+            answer = 1
+
+
+def _destroy(lib: ctypes.CDLL, handle: ctypes.c_void_p, used_by_it: tuple) -> None:
+    lib.fo_channel_destroy(handle)
+    del used_by_it

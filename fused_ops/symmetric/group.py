@@ -30,6 +30,7 @@ class GroupContext:
         self.rank: int = process_group.rank()
         self.world: int = process_group.size()
         self.timeout_s = timeout_s
+        self.link = _links.get(self.name, _links.get(None, "auto"))
         self._store = distributed_c10d._get_process_group_store(process_group)
         self._exchanges = 0
         self._channels: dict[tuple[str, int], Any] = {}
@@ -86,6 +87,7 @@ class GroupContext:
 _contexts: dict[str, tuple[weakref.ref, GroupContext]] = {}
 _lock = threading.Lock()
 _timeouts: dict[str | None, float] = {}
+_links: dict[str | None, str] = {}
 
 
 def group_name(group: dist.ProcessGroup | str | None) -> str:
@@ -136,6 +138,21 @@ def set_timeout(seconds: float, group: dist.ProcessGroup | str | None = None) ->
                 channel.set_timeout(seconds)
 
 
+def set_link(link: str, group: dist.ProcessGroup | str | None = None) -> None:
+    """Which memory GPU ranks reach each other through: "peer", "pinned" (host memory) or "auto" (peer where all devices
+    have it). Call it alike on every rank, before the group's first fused call; group=None means every group."""
+    if link not in ("auto", "peer", "pinned"):
+        raise ValueError(f"link must be 'auto', 'peer' or 'pinned', got {link!r}")
+    name = None if group is None else group_name(group)
+    used = [ctx.name for ctx in live_contexts() if name in (None, ctx.name) and ctx.link != link and ctx.channels()]
+    if used:
+        raise ValueError(f"groups {used} are in use with another link: set the link before a group's first fused call")
+    _links[name] = link
+    for ctx in live_contexts():
+        if name in (None, ctx.name):
+            ctx.link = link
+
+
 def check_errors(group: dist.ProcessGroup | str | None = None) -> None:
     """Raise what a device kernel recorded (a peer that did not arrive, a bad index) since the last look.
 
@@ -156,4 +173,3 @@ def memory_report() -> list[dict[str, Any]]:
         for ctx in live_contexts()
         for (kind, index), channel in ctx._channels.items()
     ]
-

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from fused_ops import exposed
+from fused_ops.errors import CommunicationError
 from fused_ops.symmetric.agreement import Agreement, Result, int64_array, library
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.slots import Slot, SlotPool
+
+MOST_PREDICTIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,13 @@ class HostChannel:
         ahead, self._posted_ahead = self._posted_ahead, None
         if ahead is not None:
             ahead_call, ahead_tag, ahead_incoming, slot = ahead
-            if (ahead_call, ahead_tag, ahead_incoming) == (call, tag, incoming):
+            if (ahead_call, ahead_tag) == (call, tag):
+                if ahead_incoming != incoming:  # a sender may have used the credit: never take a place for another's
+                    raise CommunicationError(f"two layouts of channel {self.agreement.index} have one tag, {tag:#x}")
                 return slot, False
-            # Another call than predicted: nobody stores on that credit, which carries another tag. Take its place.
+            # Another call than predicted. A peer that took part in the predicted one (this rank rejected it, or ranks
+            # disagree) may be storing on its credit at this moment.
+            slot.quarantined_call = ahead_call
             slot.pinned = False
         found = self.slots.take(max(incoming.total, 1))
         staged = found is None
@@ -95,6 +102,8 @@ class HostChannel:
     def _post_next(self, call: int, tag: int, incoming: Incoming) -> None:
         """Post the credit of the next call ahead of use, for the layout that followed this one before."""
         if self._previous_tag is not None:
+            if len(self._followed_by) >= MOST_PREDICTIONS:
+                self._followed_by.clear()
             self._followed_by[self._previous_tag] = (tag, incoming)
         self._previous_tag = tag
         predicted = self._followed_by.get(tag)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 
 
 class SharedSegment:
@@ -17,6 +18,7 @@ class SharedSegment:
     def __init__(self, memory: mmap.mmap, fd: int | None) -> None:
         self.memory = memory
         self.fd = fd
+        self._close = None if fd is None else weakref.finalize(self, os.close, fd)
         self.size = len(memory)
         self._anchor = ctypes.c_char.from_buffer(memory)
         self.address = ctypes.addressof(self._anchor)
@@ -38,9 +40,14 @@ class SharedSegment:
 
     def close_fd(self) -> None:
         """Peers that have not mapped the segment yet no longer can; memory lives until the last mapping dies."""
-        if self.fd is not None:
-            os.close(self.fd)
+        if self._close is not None:
+            self._close()
             self.fd = None
+
+    def release(self) -> None:
+        """Give the pages back, although peers may keep the segment mapped. Nobody may store into it any more."""
+        self.close_fd()
+        self.memory.madvise(mmap.MADV_REMOVE)
 
 
 def host_identity() -> str:

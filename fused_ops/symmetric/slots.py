@@ -17,6 +17,7 @@ from fused_ops.symmetric.segment import SharedSegment
 
 SMALLEST_SLOT = 1 << 16
 DEFAULT_BUDGET = 4 << 30
+MOST_SLOTS = 128  # each holds a file descriptor here and a mapping in every peer
 
 
 class Slot:
@@ -67,9 +68,9 @@ class SlotPool:
             slot = min(fitting, key=lambda s: s.size)
         else:
             slot_size = _round_up(size)
-            if self.bytes + slot_size > self.budget:
+            if self._is_full(slot_size):
                 self._drop_free()
-            if self.bytes + slot_size > self.budget:
+            if self._is_full(slot_size):
                 return None
             slot = Slot(next(self._identities), slot_size)
             self._slots.append(slot)
@@ -80,6 +81,8 @@ class SlotPool:
         """The slot whose content is copied out at once. One call at a time uses it."""
         slot = self._staging
         if slot is None or slot.size < size or slot.quarantined_call is not None:
+            if slot is not None:
+                slot.segment.release()
             self._staging = Slot(next(self._identities), _round_up(size))
         assert self._staging is not None
         self._staging.pinned = True
@@ -90,9 +93,12 @@ class SlotPool:
             slot.quarantined_call = None
         return not slot.held and not slot.pinned and slot.quarantined_call is None
 
+    def _is_full(self, more: int) -> bool:
+        return self.bytes + more > self.budget or len(self._slots) >= MOST_SLOTS
+
     def _drop_free(self) -> None:
         for slot in [s for s in self._slots if self._is_free(s)]:
-            slot.segment.close_fd()
+            slot.segment.release()
             self._slots.remove(slot)
 
 

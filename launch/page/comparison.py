@@ -1,7 +1,7 @@
 """Pairs each run with the baseline that differs from it in nothing but communication, and says what that shows.
 
-Two runs match when ranks, device and every config key are equal, except for keys that change neither the training nor its
-timing (`IGNORED`). Where several baselines match, the median of their figures is the reference.
+Two runs match when ranks, device and every config key are equal, except for keys that change neither the training nor
+its timing (`IGNORED`). Where several baselines match, the median of their figures is the reference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from launch.page.runs import Run
 
@@ -62,8 +62,11 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Judge `runs` (any number, any status)."""
+    """Judge `runs` (any number, any status). Rows come group by group, baselines first, runs without figures last."""
     keys = [_match_key(run) for run in runs]
+    first = [(not run.summary, keys.index(key), run["comm"] != "baseline") for run, key in zip(runs, keys, strict=True)]
+    order = sorted(range(len(runs)), key=first.__getitem__)
+    runs, keys = [runs[index] for index in order], [keys[index] for index in order]
     groups: list[dict[str, Any]] = []
     for key in keys:
         if key not in groups:
@@ -85,7 +88,7 @@ def _match_key(run: Run) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Keys on which runs that have a config differ. Ranks belong to the launch, not to the config, and are shown too."""
+    """Keys on which runs that have a config differ. Ranks are the launch's, not the config's, and are shown too."""
     known = [run for run in runs if run.config]
     names = dict.fromkeys(name for run in known for name in run.config if name != "run_dir")
     differing = {
@@ -98,7 +101,9 @@ def _differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _label(rows: list[Row], differing: dict[str, list[Any]]) -> None:
-    """`fused`, or `fused, lr=0.05` where runs differ in more than communication; the directory where that is not enough."""
+    """`fused`, or `fused, lr=0.05` where runs differ in more than communication; the directory where that is not
+    enough.
+    """
     shown = [name for name in differing if not name.startswith(IGNORED)][:3]
     for index, row in enumerate(rows):
         if not row.run["comm"]:
@@ -171,7 +176,7 @@ def _reduction(row: Row, key: str) -> float | None:
     return 100.0 * (before - after) / before
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
@@ -183,16 +188,22 @@ def _warnings(rows: list[Row]) -> list[str]:
             warnings.append(f"{who}: {run.status}" + (f" ({run.reason})" if run.reason else ""))
         if run["comm"] == "fused" and "baseline" in (run["backend"] or "").split("+"):
             reasons = {c["reason"] for c in run["counters"] or () if c["backend"] == "baseline" and c["reason"]}
-            warnings.append(f"{who}: fused was asked for and baseline ran" + (f": {'; '.join(sorted(reasons))}" if reasons else ""))
+            warnings.append(
+                f"{who}: fused was asked for and baseline ran" + (f": {'; '.join(sorted(reasons))}" if reasons else "")
+            )
         warnings += [f"{who}: {text}" for text in run["warnings"] or ()]
-        if _finite(run["auc"]) and abs(run["auc"] - 0.5) < 0.005 and not any("AUC" in text for text in run["warnings"] or ()):
+        if (
+            _finite(run["auc"])
+            and abs(run["auc"] - 0.5) < 0.005
+            and not any("AUC" in text for text in run["warnings"] or ())
+        ):
             warnings.append(f"{who}: AUC is {run['auc']:.4f}: nothing was learned, or the metric is degenerate")
         if _finite(run["step_ms"]) and (run["measured_steps"] or 0) < FEW_STEPS:
             warnings.append(f"{who}: only {run['measured_steps'] or 0} steps after warm-up; its medians are rough")
         if row.early_loss_difference is not None and row.early_loss_difference > LOSS_TOLERANCE:
             warnings.append(
-                f"{who}: losses differ from the baseline's by {row.early_loss_difference:.1e} (relative) within the first "
-                f"{EARLY_STEPS} steps; up to {LOSS_TOLERANCE:.0e} is rounding"
+                f"{who}: losses differ from the baseline's by {row.early_loss_difference:.1e} (relative) within the "
+                f"first {EARLY_STEPS} steps; up to {LOSS_TOLERANCE:.0e} is rounding"
             )
         if row.no_baseline and run.status == "ok":
             warnings.append(f"{who}: {row.no_baseline}, so no reduction is given")
@@ -206,15 +217,19 @@ def _notes(runs: Sequence[Run]) -> list[str]:
     notes = []
     if any(run["data_is_synthetic"] for run in runs):
         best = sorted({run["bayes_auc"] for run in runs if _finite(run["bayes_auc"])})
-        bound = f"; no model can exceed an AUC of {', '.join(f'{auc:.4f}' for auc in best)} on it (the Bayes AUC)" if best else ""
+        bound = (
+            f"; no model can exceed an AUC of {', '.join(f'{auc:.4f}' for auc in best)} on it (the Bayes AUC)"
+            if best
+            else ""
+        )
         notes.append(f"Synthetic data: generated click logs, not real ones{bound}.")
     links = list(dict.fromkeys(f"{run['comm']}: {run['link']}" for run in runs if run["link"]))
     if links:
         notes.append(f"Link between ranks: {'; '.join(links)}.")
     if any("host" in (run["backend"] or "").split("+") for run in runs):
         notes.append(
-            "On a CPU host the baseline moves data over TCP and the fused operator through shared memory, so the difference "
-            "between them is both. `python -m launch.bench` has the column that tells them apart: the same lookups, then an "
-            "exchange over the same shared memory."
+            "On a CPU host the baseline moves data over TCP and the fused operator through shared memory, so the "
+            "difference between them is both. The operator benchmark (launch.bench) has the column that tells them "
+            "apart: the same lookups, then an exchange over the same shared memory."
         )
     return notes

@@ -21,7 +21,9 @@ _NOT_RUNS = ("wandb", "checkpoints")
 
 @dataclass
 class Run:
-    """One run directory. `status` is ok, failed, unfinished (running or killed), missing or unreadable; `reason` says why."""
+    """One run directory. `status` is ok, failed, unfinished (running or killed), missing or unreadable; `reason` says
+    why.
+    """
 
     path: Path
     name: str
@@ -108,19 +110,16 @@ def _summary_so_far(run: Run) -> dict[str, Any]:
     statistics = run_summary.StepStatistics(warmup=int(run.config.get("trainer.warmup") or 0))
     for event in (*run.train, *run.evals):
         statistics.add(event)
-    facts = run_summary.RunFacts(
-        comm=run.config.get("comm.mode") or "unknown",
-        ranks=0,
-        seed=run.config.get("trainer.seed") or 0,
-        model=run.config.get("model.name") or "unknown",
-        data=run.config.get("data.kind") or "unknown",
-        data_is_synthetic=False,
-        device=run.config.get("trainer.device") or "unknown",
-        run_dir=str(run.path),
-    )
-    so_far = statistics.summary(facts, "failed", run.reason)
-    unknown = ("ranks", "data_is_synthetic", "versions", "counters")
-    return {key: value for key, value in so_far.items() if key not in unknown}
+    config = run.config
+    facts = {
+        "comm": config.get("comm.mode"),
+        "seed": config.get("trainer.seed"),
+        "model": config.get("model.name"),
+        "data": config.get("data.kind"),
+        "data_is_synthetic": config.get("data.kind") in ("synthetic", "random"),
+        "device": config.get("trainer.device"),
+    }
+    return statistics.figures() | {key: value for key, value in facts.items() if value is not None}
 
 
 def _name_apart(runs: list[Run]) -> None:

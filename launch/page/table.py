@@ -10,12 +10,16 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from launch.page.comparison import Comparison, Row
 
-ABSENT = "–"
-NOT_A_TERMINAL_WIDTH = 160
+ABSENT = "\N{EN DASH}"
+STEP_TIME = (
+    *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s"),
+    "step_reduction_percent",
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,20 @@ def _figure(key: str, heading: str, digits: int, text: str) -> Column:
 
 
 def _reduction(row: Row) -> str:
-    if row.is_baseline and row.run["step_ms"] is not None:
-        return "reference"
+    if row.is_baseline:
+        return "reference" if row.run.status == "ok" else ABSENT
     return signed_percent(row.step_reduction) + (" ~" if row.step_reduction is not None and row.within_spread else "")
 
 
 COLUMNS = (
     Column("label", "run", lambda row: row.label, "What sets the run apart from the others.", is_number=False),
-    Column("status", "status", lambda row: row.run.status, "ok, failed, unfinished, missing or unreadable.", is_number=False),
+    Column(
+        "status",
+        "status",
+        lambda row: row.run.status,
+        "ok, failed, unfinished, missing or unreadable.",
+        is_number=False,
+    ),
     Column(
         "backend",
         "backend",
@@ -72,12 +82,21 @@ COLUMNS = (
     _figure("ranks", "ranks", 0, "Processes that trained together."),
     _figure("seed", "seed", 0, "Seed of weights and data order."),
     _figure("steps", "steps", 0, "The last step that was logged."),
-    _figure("final_loss", "final loss", 6, "Training loss (binary cross-entropy) of the last step, over all ranks."),
-    _figure("auc", "AUC", 4, "Evaluation: chance that a clicked sample is ranked above one that was not. 0.5 is guessing."),
-    _figure("ne", "NE", 4, "Normalised entropy: evaluation loss over that of always predicting the mean. Below 1 has learned."),
+    _figure("final_loss", "final loss", 5, "Training loss (binary cross-entropy) of the last step, over all ranks."),
+    _figure(
+        "auc", "AUC", 4, "Evaluation: chance that a clicked sample is ranked above one that was not. 0.5 is guessing."
+    ),
+    _figure(
+        "ne",
+        "NE",
+        4,
+        "Normalised entropy: evaluation loss over that of always predicting the mean. Below 1 has learned.",
+    ),
     _figure("step_ms", "step ms", 2, "Median time of a training step, warm-up left out."),
     _figure("data_ms", "data", 2, "Waiting for the next batch, ms."),
-    _figure("index_dist_ms", "index dist.", 2, "Waiting for category ids to reach the ranks that own their tables, ms."),
+    _figure(
+        "index_dist_ms", "index dist.", 2, "Waiting for category ids to reach the ranks that own their tables, ms."
+    ),
     _figure("compute_ms", "compute", 2, "The rest of the step: lookups, network, backward, optimizer, ms."),
     _figure(
         "exposed_comm_ms",
@@ -97,7 +116,7 @@ COLUMNS = (
         "loss_difference",
         "loss diff.",
         lambda row: small(row.loss_difference),
-        "Largest relative difference between the training losses of this run and of its baseline, over all common steps.",
+        "Largest relative difference between the training losses of this run and its baseline, over all common steps.",
     ),
 )
 
@@ -109,20 +128,32 @@ def shown_columns(comparison: Comparison) -> list[Column]:
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """Print the table, then the warnings and notes."""
+    """Print the figures (as one table where the terminal is wide enough for it, else as two), warnings and notes."""
+    columns = [column for column in shown_columns(comparison) if column.key not in ("ranks", "seed", "steps")]
+    whole = _table(comparison, columns)
+    width = Measurement.get(console, console.options.update(width=10_000), whole).maximum
     if not console.is_terminal:
-        console = Console(file=console.file, width=NOT_A_TERMINAL_WIDTH)
-    columns = [c for c in shown_columns(comparison) if c.key not in ("ranks", "seed", "steps") or _varies(comparison, c)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
-    for row in comparison.rows:
-        table.add_row(*(escape(column.text(row)) for column in columns), style="red" if row.run.status == "failed" else None)
-    console.print(table)
+        console = Console(file=console.file, width=max(width, console.width))
+    if width <= console.width:
+        console.print(whole)
+    else:
+        console.print(_table(comparison, [column for column in columns if column.key not in STEP_TIME]))
+        console.print(_table(comparison, [column for column in columns if column.key in ("label", *STEP_TIME)]))
     for warning in comparison.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
     for note in comparison.notes:
         console.print(escape(note), style="dim", highlight=False)
+
+
+def _table(comparison: Comparison, columns: list[Column]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        heading = column.heading.replace(" ", "\n")
+        table.add_column(heading, justify="right" if column.is_number else "left", no_wrap=True, vertical="bottom")
+    for row in comparison.rows:
+        style = None if row.run.status == "ok" else "red"
+        table.add_row(*(escape(column.text(row)) for column in columns), style=style)
+    return table
 
 
 def json_rows(comparison: Comparison) -> list[dict[str, Any]]:
@@ -152,7 +183,3 @@ _LEADING = (
     *("comm", "backend", "ranks", "seed", "steps", "final_loss", "auc", "ne"),
     *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s"),
 )
-
-
-def _varies(comparison: Comparison, column: Column) -> bool:
-    return len({row.run[column.key] for row in comparison.rows if row.run.summary}) > 1

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 OUT_OF_RANGE = ("error", "clamp", "hash")
@@ -80,12 +80,13 @@ class IndexDistribution:
     def _bring_into_range(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """A copy with every value inside its table."""
         values = features.values()
-        rows = torch.tensor([self._rows[key] for key in features.keys()], dtype=values.dtype)
+        keys = features.keys()
+        rows = torch.tensor([self._rows[key] for key in keys], dtype=values.dtype)
         rows = rows.repeat_interleave(torch.tensor(features.length_per_key()))
         if self.out_of_range == "hash":
             values = torch.remainder(values, rows)
         else:
             values = torch.minimum(values.clamp(min=0), rows - 1)
         return KeyedJaggedTensor(
-            keys=features.keys(), values=values, lengths=features.lengths(), weights=features.weights_or_none()
+            keys=keys, values=values, lengths=features.lengths(), weights=features.weights_or_none()
         )

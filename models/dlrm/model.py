@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
-from torchrec.models.dlrm import DLRM, DLRM_DCN, SparseArch
+from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionDCNArch, SparseArch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -83,6 +81,14 @@ class PooledFeatures(SparseArch):
         return self.finish(self.start(features), batch_size)
 
 
+class CrossInteraction(InteractionDCNArch):
+    """TorchRec's, on a rank without samples too."""
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        """[b, (F + 1) * D] from [b, D] and [b, F, D]."""
+        return self.crossnet(torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1).flatten(1))
+
+
 class _Overlapped(DLRM):
     """Starts the embeddings before the bottom MLP.
 
@@ -112,7 +118,7 @@ class CrossDLRM(_Overlapped, DLRM_DCN):
 def build_dlrm(config: DLRMConfig, tables_device: str = "meta") -> DLRM:
     """The unsharded model, MLPs on the CPU with weights from torch's global generator.
 
-    `tables_device="meta"` leaves the tables without storage, for sharding; "cpu" makes a model that runs on one process.
+    `tables_device="meta"` leaves the tables without storage, for sharding; "cpu" makes a model for one process.
     """
     collection = EmbeddingBagCollection(tables=embedding_tables(config), device=torch.device(tables_device))
     shape = {
@@ -126,6 +132,7 @@ def build_dlrm(config: DLRMConfig, tables_device: str = "meta") -> DLRM:
         model = DotDLRM(**shape)
     elif config.interaction == "dcnv2":
         model = CrossDLRM(**shape, dcn_num_layers=config.dcn_layers, dcn_low_rank_dim=config.dcn_low_rank)
+        model.inter_arch = CrossInteraction(len(config.table_rows), model.inter_arch.crossnet)
     else:
         raise ValueError(f"model.interaction is {config.interaction!r}; allowed: dot, dcnv2")
     model.sparse_arch = PooledFeatures(collection)
@@ -141,7 +148,3 @@ def dense_parameter_count(config: DLRMConfig) -> int:
 
 def table_parameter_count(config: DLRMConfig) -> int:
     return sum(config.table_rows) * config.embedding_dim
-
-
-def linear_layers(model: nn.Module) -> Sequence[nn.Linear]:
-    return [m for m in model.modules() if isinstance(m, nn.Linear)]

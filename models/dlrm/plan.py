@@ -6,14 +6,15 @@ on the number of ranks, on nothing else: not on `comm`, the batch or the machine
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from models.dlrm.model import DLRMConfig, build_dlrm, table_name
@@ -62,7 +63,10 @@ def build_plan(
     for limit in SHARE_LIMITS:
         memory = SMALL + min(limit * table_bytes / world, float(1 << 50))
         planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=world, local_world_size=world, compute_device="cpu", ddr_cap=int(memory)),
+            topology=TopologyFactory.create_topology(
+                TrainerConfig(world_size=world, local_world_size=world, ddr_cap_bytes=int(memory)),
+                kernel_config=KernelConfig(compute_device="cpu"),
+            ),
             constraints=all_constraints,
             storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
             stats=[],
@@ -121,7 +125,7 @@ def bytes_per_rank(plan: list[PlannedTable], world: int) -> list[int]:
     sizes = [0] * world
     for table in plan:
         edges = [*sorted(table.column_offsets), table.dim]
-        width = {start: end - start for start, end in zip(edges, edges[1:], strict=False)}
+        width = {start: end - start for start, end in itertools.pairwise(edges)}
         for rank, start in zip(table.ranks, table.column_offsets, strict=True):
             sizes[rank] += table.bytes * width[start] // table.dim
     return sizes

@@ -1,8 +1,8 @@
 """TorchRec's sharded EmbeddingBagCollection with lookup and pooled exchange fused.
 
-Plan, index distribution, weights, optimizer states and state-dict names are TorchRec's own, so a checkpoint doesn't know
-which of the two wrote it. Only what follows the index distribution differs: TorchRec looks up, exchanges and reorders; here
-one `fused_ops.embedding_all_to_all` stores pooled rows where the model reads them.
+Plan, index distribution, weights, optimizer states and state-dict names are TorchRec's own, so a checkpoint doesn't
+know which of the two wrote it. Only what follows the index distribution differs: TorchRec looks up, exchanges and
+reorders; here one `fused_ops.embedding_all_to_all` stores pooled rows where the model reads them.
 
 Per rank, with L local features (column slices count one each), B samples over all ranks, b of them here:
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
@@ -37,7 +36,7 @@ OPTIMIZERS = {
 
 
 class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """`comm` and `require_fused` go to the operator as they are. Tables share one pooling and one dtype (ValueError)."""
+    """Tables share one pooling and one dtype, else ValueError. `comm` and `require_fused` go to the operator."""
 
     def __init__(self, *args: Any, comm: str = "fused", require_fused: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,7 +185,7 @@ def _final_columns(collection: ShardedEmbeddingBagCollection) -> tuple[list[str]
     return names, [dim_of[name] for name in names], _Placement(dims, columns)
 
 
-def _feature_tables(kernels: list[nn.Module]) -> list[int]:
+def _feature_tables(kernels: list[Any]) -> list[int]:
     """Local feature -> local table, over all kernels."""
     tables, first = [], 0
     for kernel in kernels:

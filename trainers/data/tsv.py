@@ -27,7 +27,7 @@ _INT_DIGITS = 18  # always fits int64
 
 _ALPHABET = b"0123456789abcdefABCDEF-\t\n"
 _LINE = re.compile(
-    rb"[01]" + rb"\t(?:-?[0-9]{1,%d})?" % _INT_DIGITS * NUM_DENSE + rb"\t[0-9a-fA-F]{0,8}" * NUM_SPARSE, re.ASCII
+    rb"[01]" + rb"\t(?:-?0*[0-9]{1,%d})?" % _INT_DIGITS * NUM_DENSE + rb"\t[0-9a-fA-F]{0,8}" * NUM_SPARSE, re.ASCII
 )
 
 
@@ -37,6 +37,7 @@ class Block(NamedTuple):
     data: bytes
     offset: int  # of the byte after the block, in the decompressed file
     first_line: int  # counted from 1
+    next_line: int  # the number of the line after the block
     source_offset: int  # bytes consumed of the file as stored
 
 
@@ -78,12 +79,13 @@ def read_blocks(path: Path, block_bytes: int, offset: int = 0, first_line: int =
                     continue
                 data, rest = rest + chunk[:end], chunk[end:]
                 offset += len(data)
-                yield Block(data, offset, line, raw.tell())
-                line += data.count(b"\n")
+                next_line = line + data.count(b"\n")
+                yield Block(data, offset, line, next_line, raw.tell())
+                line = next_line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: broken gzip stream after line {line - 1}: {error}") from None
         if rest:
-            yield Block(rest, offset + len(rest), line, raw.tell())
+            yield Block(rest, offset + len(rest), line, line + 1, raw.tell())
 
 
 def parse_block(block: Block) -> tuple[Rows, list[BadLine]]:
@@ -222,7 +224,7 @@ def _reason(line: bytes) -> str:
     if fields[0] not in (b"0", b"1"):
         return f"label {_shown(fields[0])}, allowed are 0 and 1"
     for i, text in enumerate(fields[1 : 1 + NUM_DENSE], 1):
-        if not re.fullmatch(rb"(-?[0-9]{1,%d})?" % _INT_DIGITS, text):
+        if not re.fullmatch(rb"(-?0*[0-9]{1,%d})?" % _INT_DIGITS, text):
             return f"integer feature {i} is {_shown(text)}, allowed is an integer of up to {_INT_DIGITS} digits or empty"
     for i, text in enumerate(fields[1 + NUM_DENSE :], 1):
         if not re.fullmatch(rb"[0-9a-fA-F]*", text):

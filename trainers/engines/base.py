@@ -28,13 +28,10 @@ class Engine(Protocol):
         """`factor` times the configured learning rates, for the next forward and backward on."""
 
     def model_state(self) -> dict[str, Any]:
-        """Weights as `torch.distributed.checkpoint` wants them: tables sharded, the rest the same on every rank."""
+        """Weights: tables as ShardedTensors, the rest the same on every rank. What is written into them counts."""
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Optimizer states, flat, tables' sharded like their tables. Loading writes into these tensors."""
-
-    def optimizer_loaded(self) -> None:
-        """Take over what was written into `optimizer_state`."""
+        """Optimizer states, flat; a table's are sharded as the table is. What is written into them counts."""
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint must agree on before it is loaded; plain containers."""

@@ -55,24 +55,22 @@ class DDPEngine:
         self._ddp = next(m for m in self.model.modules() if isinstance(m, DistributedDataParallel))
         self._collection = next(m for m in self.model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
         self.indices = IndexDistribution(self._collection, config.model.out_of_range)
-        self.tables = {
-            name.split(TABLES)[1].removesuffix(".weight"): weight
-            for name, weight in self.model.state_dict().items()
-            if TABLES in name
-        }
-        fill_tables(self.tables, config.trainer.seed)
+        self._tables = {name: weight for name, weight in self.model.state_dict().items() if TABLES in name}
+        fill_tables(self._tables, config.trainer.seed)
 
         named = dict(self.model.named_parameters())
         self._dense = {name: p for name, p in named.items() if TABLES not in name}
         dense_lr = optim.lr if optim.dense_lr is None else optim.dense_lr
-        self._optimizers = [(_optimizer(optim.name, self._dense.values(), dense_lr, optim.eps, dense=True), dense_lr)]
+        self._dense_optimizer = _optimizer(optim.name, self._dense.values(), dense_lr, optim.eps, dense=True)
+        self._optimizers = [(self._dense_optimizer, dense_lr)]
         # In plain-gradient mode a rank trains the tables that it holds; TorchRec registers the others as empty.
         self._slices: dict[str, torch.Tensor] = {}
+        self._table_optimizer: torch.optim.Optimizer | None = None
         if not optim.in_backward:
             self._slices = {name: p for name, p in named.items() if TABLES in name and p.numel()}
-            if self._slices:
-                tables = _optimizer(optim.name, self._slices.values(), optim.lr, optim.eps, dense=False)
-                self._optimizers.append((tables, optim.lr))
+        if self._slices:
+            self._table_optimizer = _optimizer(optim.name, self._slices.values(), optim.lr, optim.eps, dense=False)
+            self._optimizers.append((self._table_optimizer, optim.lr))
         self.set_learning_rate(1.0)
 
     def forward(self, dense: torch.Tensor, indices: DistributedIndices) -> torch.Tensor:
@@ -107,15 +105,10 @@ class DDPEngine:
         return self.model.state_dict()
 
     def optimizer_state(self) -> dict[str, Any]:
-        self._optimizer_state = {
-            **sharded_state.dense(self._optimizers[0][0], self._dense),
-            **(
-                sharded_state.fused(self.model.fused_optimizer)
-                if self._config.optim.in_backward
-                else sharded_state.plain(self._optimizers[1:], self._slices, self.tables)
-            ),
-        }
-        return self._optimizer_state
+        states: dict[str, Any] = {**sharded_state.dense(self._dense_optimizer, self._dense)}
+        if self._config.optim.in_backward:
+            return states | sharded_state.fused(self.model.fused_optimizer)
+        return states | sharded_state.plain(self._config.optim.name, self._table_optimizer, self._slices, self._tables)
 
     def describe(self) -> dict[str, Any]:
         model, optim = self._config.model, self._config.optim
@@ -131,8 +124,7 @@ class DDPEngine:
 
     def close(self) -> None:
         # DDP's reducer and TorchRec's awaitables hold the group; left to interpreter exit they end it with a crash.
-        del self.model, self._ddp, self._collection, self.indices, self.tables, self._optimizers, self._slices
-        del self._dense
+        self.__dict__.clear()
         gc.collect()
 
     def _kernels(self) -> list[Any]:

@@ -17,8 +17,8 @@ KINDS = ("jsonl", "wandb")
 def make_loggers(config: LoggerConfig, run_dir: str | Path, rank: int) -> Loggers:
     """The loggers of this rank: those `logger.kind` asks for on rank 0, none elsewhere.
 
-    W&B groups runs by `logger.group`, or by the sweep's directory where the run is one of a sweep. Raises ValueError for an
-    unknown kind or mode, and RuntimeError where W&B is asked for and not installed.
+    W&B groups runs by `logger.group`, or by the sweep's directory where the run is one of a sweep. Raises ValueError
+    for an unknown kind or mode, and RuntimeError where W&B is asked for and not installed.
     """
     if config.kind not in KINDS:
         raise ValueError(f"logger.kind is {config.kind!r}; allowed: {', '.join(KINDS)}")

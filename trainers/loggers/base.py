@@ -5,8 +5,8 @@
         loggers.log({"event": "train", "step": 1, "loss": 0.69, ...})
         loggers.finish("ok", summary=summary)
 
-Leaving the `with` block finishes every logger whatever happened: with `status="failed"` and the exception as reason where
-one is on its way out and nobody called `finish` before.
+Leaving the `with` block finishes every logger whatever happened: with `status="failed"` and the exception as reason
+where one is on its way out and nobody called `finish` before.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def loads(line: str) -> dict[str, Any]:
-    """The inverse of `dumps`: top-level NaN and infinities come back as floats. ValueError where it is no JSON object."""
+    """The inverse of `dumps`: top-level NaN and infinities come back as floats. ValueError where it is no JSON
+    object.
+    """
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")

@@ -1,7 +1,7 @@
 """Weights & Biases, on rank 0, offline unless `logger.wandb_mode=online`.
 
-`logger.wandb_mode` decides, not `WANDB_MODE`. Charts use `trainer/step` as their axis, never W&B's own counter, so that a
-run which resumed from an earlier step keeps its order.
+`logger.wandb_mode` decides, not `WANDB_MODE`. Charts use `trainer/step` as their axis, never W&B's own counter, so that
+a run which resumed from an earlier step keeps its order.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class WandbLogger:
         """Raises RuntimeError where W&B is asked to be online and has no key, or its server does not answer."""
         if self._mode == "online" and not has_key():
             raise RuntimeError(
-                "logger.wandb_mode=online needs a W&B key and none is configured: run `wandb login`, set WANDB_API_KEY, "
-                "or use logger.wandb_mode=offline and `wandb sync` later"
+                "logger.wandb_mode=online needs a W&B key and none is configured: run `wandb login`, set "
+                "WANDB_API_KEY, or use logger.wandb_mode=offline and `wandb sync` later"
             )
         comm = config.get("comm")
         comm_mode = comm.get("mode") if isinstance(comm, Mapping) else comm

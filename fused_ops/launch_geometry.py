@@ -1,0 +1,18 @@
+"""How many SMs a persistent kernel takes: ranks that share a card divide it by grid size."""
+
+from __future__ import annotations
+
+_num_sms: int | None = None
+
+
+def set_num_sms(num_sms: int | None) -> None:
+    """Cap every persistent kernel of this process at that many blocks of one an SM; None = the operator's default."""
+    global _num_sms
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"num_sms must be at least 1, got {num_sms}")
+    _num_sms = num_sms
+
+
+def num_blocks(tiles: int, default: int) -> int:
+    """Blocks for a kernel that claims `tiles` tiles and wants up to `default` blocks."""
+    return max(1, min(tiles, default, _num_sms or default))

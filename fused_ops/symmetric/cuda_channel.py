@@ -1,0 +1,352 @@
+"""A channel of the CUDA backend: device state, arenas of slots, launch parameters, and the error record.
+
+The epoch, the credits and the flags live in device memory and are the kernels' business (native/cuda_call.cuh). This side
+picks the slot of each call and the one to post ahead, grows arenas when all ranks agree on a larger layout, and raises what
+kernels recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from fused_ops import exposed
+from fused_ops.errors import PeerAbortedError, PeerTimeoutError
+from fused_ops.symmetric import agreement as host
+from fused_ops.symmetric.agreement import Agreement
+from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, check_cuda, choose_link, library
+from fused_ops.symmetric.group import GroupContext
+
+MAX_RANKS = 64
+MAX_ARENAS = 64
+ARENA_SHIFT, PLACE_SHIFT = 26, 8
+NO_PLACE = 0xFFFFFFFF
+SLOTS_PER_ARENA = 4  # the first is for staging
+SMALLEST_SLOT = 1 << 16
+OPERATORS = {"all_to_all": 1}
+
+
+class LinkParams(ctypes.Structure):
+    _fields_ = [
+        ("control", ctypes.c_void_p),
+        ("arenas", ctypes.c_void_p),
+        ("rank", ctypes.c_int32),
+        ("world", ctypes.c_int32),
+    ]
+
+
+class CallParams(ctypes.Structure):
+    """`CallParams` of native/cuda_call.cuh."""
+
+    _fields_ = [
+        ("link", LinkParams),
+        ("state", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("output_bytes", ctypes.c_int64),
+        ("tag", ctypes.c_uint32),
+        ("place", ctypes.c_uint32),
+        ("next_tag", ctypes.c_uint32),
+        ("next_place", ctypes.c_uint32),
+        ("operator_id", ctypes.c_uint32),
+        ("stress_delay_us", ctypes.c_uint32),
+        ("call_number", ctypes.c_int64),
+        ("abort", ctypes.c_int64),
+    ]
+
+
+class Record(ctypes.Structure):
+    """`Record` of native/cuda_call.cuh."""
+
+    _fields_ = [
+        ("timeout_ns", ctypes.c_int64),
+        ("wait_ns", ctypes.c_uint64),
+        ("serial", ctypes.c_uint32),
+        ("code", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("epoch", ctypes.c_uint32),
+        ("operator_id", ctypes.c_uint32),
+        ("late", ctypes.c_uint64),
+        ("call_number", ctypes.c_int64),
+    ]
+
+
+@dataclass
+class Slot:
+    """A piece of an arena. `held` while a tensor views it, `posted` while a credit posted ahead names it."""
+
+    arena: Arena
+    index: int
+    held: bool = False
+    posted: bool = False
+
+    @property
+    def offset(self) -> int:
+        return self.index * self.arena.slot_size
+
+    @property
+    def place(self) -> int:
+        return (self.arena.number << ARENA_SHIFT) | (self.offset >> PLACE_SHIFT)
+
+    @property
+    def address(self) -> int:
+        return self.arena.base + self.offset
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """A byte tensor over the slot's start; the slot is free again when its storage dies."""
+        self.held = True
+        lease = _Lease(self, nbytes)
+        weakref.finalize(lease, self._let_go).atexit = False
+        return torch.as_tensor(lease, device=self.arena.device)
+
+    def _let_go(self) -> None:
+        self.held = False
+
+
+class _Lease:
+    """What a tensor's storage keeps alive for as long as it views a slot."""
+
+    def __init__(self, slot: Slot, nbytes: int) -> None:
+        self.slot = slot
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (slot.address, False),
+            "version": 3,
+        }
+
+
+@dataclass
+class Arena:
+    """Slots of one size on every rank. Replaced by a larger one when a layout needs it; kept while anything uses it."""
+
+    number: int
+    slot_size: int
+    memory: PeerArena | PinnedArena
+    device: torch.device
+    base: int
+    slots: list[Slot] = field(default_factory=list)
+    captured: bool = False  # a CUDA graph has its addresses: it must never be freed
+
+
+class CudaChannel:
+    """One lane of a group's device memory. Made collectively by `GroupContext.channel`."""
+
+    def __init__(self, group: GroupContext, index: int, device: torch.device) -> None:
+        if group.world > MAX_RANKS:
+            raise ValueError(f"the cuda backend takes groups of up to {MAX_RANKS} ranks, got {group.world}")
+        self.group, self.index, self.device = group, index, device
+        self.rank, self.world = group.rank, group.world
+        self.lib = library(device.index)
+        check_cuda(self.lib, self.lib.fo_cuda_all_to_all_load(), "loading the kernels")
+        self.agreement = Agreement(group, "cuda", index)
+        self.link = choose_link(group, device)
+        self._arena_type = PeerArena if self.link == "peer" else PinnedArena
+        self._control = self._arena_type(group, device, self.lib.fo_cuda_control_bytes())
+        self._control_table = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
+        self._arena_table = torch.zeros(MAX_ARENAS * MAX_RANKS, dtype=torch.int64, device=device)
+        self._state = torch.zeros(self.lib.fo_cuda_state_bytes(), dtype=torch.uint8, device=device)
+        self._record_memory = torch.zeros(ctypes.sizeof(Record), dtype=torch.uint8, pin_memory=True)
+        self._record = Record.from_address(self._record_memory.data_ptr())
+        self._arenas: list[Arena] = []  # the newest last; older ones that a graph captured
+        self._arena_count = 0
+        self._posted: tuple[int, Slot] | None = None
+        self._followed_by: dict[int, tuple[int, int]] = {}
+        self._previous_tag: int | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._seen_wait_ns = 0
+        self._stress_delay_us = 0
+        self.launches = 0
+        self.set_timeout(group.timeout_s)
+        torch.cuda.current_stream(device).synchronize()
+        group.exchange(f"cuda channel {index}", {})
+
+    @property
+    def bytes(self) -> int:
+        return self._control.size + sum(a.memory.size for a in self._arenas)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.agreement.set_timeout(seconds)
+        self._record.timeout_ns = int(seconds * 1e9)
+
+    def set_stress_delay(self, max_us: int, seed: int) -> None:
+        """Stress tests: wait up to that long between a slice's data and its flag (the seed is in the epoch)."""
+        del seed
+        self._stress_delay_us = max_us
+
+    @contextmanager
+    def call(self, operator: str) -> Iterator[int]:
+        """One call. When this rank rejects its input, a kernel tells the peers' kernels so."""
+        launched = self.launches
+        try:
+            with self.agreement.call(operator) as number:
+                self.check_errors()
+                yield number
+        except (ValueError, PeerAbortedError):
+            # Peers may be running this call's kernel already, or be about to: this rank's part of the epoch is to say no.
+            if self.launches == launched and not torch.cuda.is_current_stream_capturing():
+                self._launch_abort()
+            raise
+
+    def reserve(self, largest_output: int) -> None:
+        """Make every rank's slots hold `largest_output` bytes. Collective when it grows; all ranks pass the same number."""
+        if self._arenas and self._arenas[-1].slot_size >= largest_output:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{self.agreement.operator}: this layout needs slots of {largest_output} bytes, which cannot be allocated "
+                "inside a CUDA graph capture: call the operator once with this shape before capturing"
+            )
+        if self._arena_count == MAX_ARENAS:
+            raise ValueError(f"channel {self.index} of group '{self.group.name}' has grown {MAX_ARENAS} times")
+        slot_size = 1 << (max(largest_output, SMALLEST_SLOT) - 1).bit_length()
+        slots = SLOTS_PER_ARENA if self.link == "peer" else 1
+        if slots * slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
+            slots = 1
+        if slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
+            raise ValueError(
+                f"{self.agreement.operator}: one call moves at most 16 GiB to a rank, got {largest_output} bytes"
+            )
+        # Kernels in flight may still use the arena that is given up: all ranks finish theirs first.
+        torch.cuda.current_stream(self.device).synchronize()
+        self.group.exchange(f"cuda channel {self.index} grows", {})
+        self._posted = None
+        self._arenas = [a for a in self._arenas if a.captured]
+        memory = self._arena_type(self.group, self.device, slots * slot_size)
+        arena = Arena(self._arena_count, slot_size, memory, self.device, memory.addresses[self.rank])
+        arena.slots = [Slot(arena, i) for i in range(slots)]
+        start = self._arena_count * MAX_RANKS
+        self._arena_table[start : start + self.world] = torch.tensor(memory.addresses, dtype=torch.int64)
+        torch.cuda.current_stream(self.device).synchronize()
+        self._arenas.append(arena)
+        self._arena_count += 1
+
+    def receive(self, tag: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, CallParams]:
+        """This call's output tensor and launch parameters. `reserve` comes first."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        arena = self._arenas[-1]
+        capturing = torch.cuda.is_current_stream_capturing()
+        staging = arena.slots[0]
+        slot: Slot | None = None
+        if capturing:
+            arena.captured = True
+        elif nbytes:
+            slot = self._claim(tag, arena)
+        if slot is None:
+            slot = staging
+            output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        else:
+            output = slot.tensor(nbytes).view(dtype).view(tuple(shape))
+        params = self._params(tag, slot.place)
+        params.output = output.data_ptr()
+        params.output_bytes = nbytes
+        if not capturing:
+            self._choose_next(tag, nbytes, arena, params)
+        return output, params
+
+    def launch_done(self, code: int) -> None:
+        """Take note of a launch, by its native return code."""
+        self.launches += 1
+        check_cuda(self.lib, code, f"{self.agreement.operator}: kernel launch")
+
+    def check_errors(self) -> None:
+        """Raise what a kernel recorded; account for its waits. Reads pinned memory, never blocks."""
+        waited = self._record.wait_ns
+        exposed.add_ns(waited - self._seen_wait_ns)
+        self._seen_wait_ns = waited
+        if self._record.serial:
+            error = self._error_of_record()
+            self._record.serial = 0
+            if isinstance(error, PeerTimeoutError):
+                self.agreement.give_up(error)
+            raise error
+        if self.agreement.broken is not None:
+            raise self.agreement.broken
+
+    def _error_of_record(self) -> Exception:
+        r = self._record
+        names = {number: name for name, number in OPERATORS.items()}
+        where = (
+            f"{names.get(r.operator_id, '?')}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
+            f"call {r.call_number} (epoch {r.epoch}), {host.PHASES[r.phase]}"
+        )
+        if r.code == host.TIMEOUT:
+            late = sorted({r.peer} | {p for p in range(self.world) if r.late >> p & 1 and p != self.rank})
+            return PeerTimeoutError(f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {late}")
+        reason = self.agreement.reason(r.peer, r.call_number)
+        if r.code == host.REJECTED:
+            return PeerAbortedError(f"{where}: rank {r.peer} rejected its input or gave up: {reason}")
+        mine = self.agreement.reason(self.rank, r.call_number)
+        return ValueError(f"{where}: ranks disagree: rank {self.rank} has [{mine}], rank {r.peer} has [{reason}]")
+
+    def _claim(self, tag: int, arena: Arena) -> Slot | None:
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            posted_tag, slot = posted
+            slot.posted = False
+            if posted_tag == tag and slot.arena is arena:
+                return slot
+        return self._free_slot(arena)
+
+    @staticmethod
+    def _free_slot(arena: Arena) -> Slot | None:
+        return next((s for s in arena.slots[1:] if not s.held and not s.posted), None)
+
+    def _choose_next(self, tag: int, nbytes: int, arena: Arena, params: CallParams) -> None:
+        """Which slot the kernel posts ahead when it is done, for the layout that followed this one before."""
+        if self._previous_tag is not None:
+            self._followed_by[self._previous_tag] = (tag, nbytes)
+        self._previous_tag = tag
+        params.next_place = NO_PLACE
+        predicted = self._followed_by.get(tag)
+        if predicted is None or predicted[1] > arena.slot_size:
+            return
+        slot = arena.slots[0] if self.link == "pinned" or predicted[1] == 0 else self._free_slot(arena)
+        if slot is None:
+            return
+        params.next_tag, params.next_place = predicted[0], slot.place
+        if slot.index or self.link == "peer":
+            self._posted = (predicted[0], slot)
+            slot.posted = slot.index > 0
+
+    def _params(self, tag: int, place: int) -> CallParams:
+        link = LinkParams(self._control_table.data_ptr(), self._arena_table.data_ptr(), self.rank, self.world)
+        return CallParams(
+            link=link,
+            state=self._state.data_ptr(),
+            record=self._record_memory.data_ptr(),
+            tag=tag,
+            place=place,
+            next_place=NO_PLACE,
+            operator_id=OPERATORS[self.agreement.operator],
+            stress_delay_us=self._stress_delay_us,
+            call_number=self.agreement.call_number,
+        )
+
+    def _launch_abort(self) -> None:
+        params = self._params(0, 0)
+        params.abort = 1
+        with torch.cuda.device(self.device):
+            self.launch_done(self.lib.fo_cuda_abort(ctypes.byref(params), self.stream_pointer()))
+
+    def stream_pointer(self) -> ctypes.c_void_p:
+        """The current stream, made to follow the one this channel was last used on."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+        self._stream = stream if not torch.cuda.is_current_stream_capturing() else self._stream
+        return ctypes.c_void_p(stream.cuda_stream)
+
+
+def cuda_channel(group: GroupContext, index: int, device: torch.device) -> CudaChannel:
+    channel = group.channel("cuda", index, lambda g, i: CudaChannel(g, i, device))
+    if channel.device != device:
+        raise ValueError(f"channel {index} of group '{group.name}' lives on {channel.device}; got a tensor on {device}")
+    return channel

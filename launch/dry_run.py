@@ -1,0 +1,78 @@
+"""Prints what a run would be: its resolved config, parameter count, bytes a rank and sharding plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from trainers.config import RunConfig
+
+MIB = 1 << 20
+
+
+def report(config: RunConfig, world: int) -> None:
+    """Prints to stdout. Needs no process group and no memory for the tables."""
+    from models.dlrm.model import dense_parameter_count, table_parameter_count
+    from models.dlrm.plan import describe_plan
+
+    console = Console(width=120, highlight=False)
+    console.print(_yaml(config), markup=False)
+    tables, dense = table_parameter_count(config.model), dense_parameter_count(config.model)
+    console.print(
+        f"parameters: {tables + dense:,} ({tables:,} in {len(config.model.table_rows)} tables, {dense:,} dense)"
+    )
+
+    plan = describe_plan(config.model, world)
+    rows = Table("table", "rows", "dim", "sharding", "ranks", "MiB", title=f"sharding plan of {world} ranks")
+    for table in plan:
+        where = ", ".join(map(str, table.ranks))
+        if len(table.column_offsets) > 1:
+            slices = zip(table.ranks, table.column_offsets, strict=True)
+            where = ", ".join(f"{rank} (column {first} on)" for rank, first in slices)
+        size = f"{table.bytes / MIB:,.1f}"
+        rows.add_row(table.table, f"{table.rows:,}", str(table.dim), table.sharding, where, size)
+    console.print(rows)
+
+    sizes = Table(
+        "rank", "tables", "their optimizer", "dense", "total MiB", title="bytes a rank (activations not counted)"
+    )
+    for rank, (weights, states) in enumerate(_table_bytes(config, plan, world)):
+        whole = weights + states + _dense_bytes(config, dense)
+        sizes.add_row(
+            str(rank), f"{weights:,}", f"{states:,}", f"{_dense_bytes(config, dense):,}", f"{whole / MIB:,.1f}"
+        )
+    console.print(sizes)
+
+
+def _yaml(config: RunConfig) -> str:
+    class InlineLists(yaml.SafeDumper):
+        pass
+
+    InlineLists.add_representer(list, lambda d, v: d.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True))
+    keys = dataclasses.asdict(config)
+    del keys["run_dir"]  # nothing is written
+    return yaml.dump(keys, Dumper=InlineLists, sort_keys=False, width=110)
+
+
+def _table_bytes(config: RunConfig, plan: list, world: int) -> list[tuple[int, int]]:
+    """(weights, optimizer states) of each rank's tables; states are fp32 in FBGEMM whatever the weights are."""
+    from models.dlrm.plan import bytes_per_rank
+
+    weights = bytes_per_rank(plan, world)
+    element = {"fp32": 4, "fp16": 2}[config.model.embedding_dtype]
+    states = [0] * world
+    if config.optim.name == "adagrad":
+        states = [4 * size // element for size in weights]
+    elif config.optim.name == "rowwise_adagrad":
+        for table in plan:
+            for rank in table.ranks:
+                states[rank] += 4 * table.rows
+    return list(zip(weights, states, strict=True))
+
+
+def _dense_bytes(config: RunConfig, parameters: int) -> int:
+    """fp32 weights, gradients and, for Adagrad, one state each."""
+    return 4 * parameters * (2 if config.optim.name == "sgd" else 3)

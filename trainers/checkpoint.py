@@ -1,0 +1,231 @@
+"""Sharded checkpoints: `<run_dir>/checkpoints/step_<n>/`, whole or not there.
+
+    step_<n>/
+      *.distcp, .metadata   weights and optimizer states (`torch.distributed.checkpoint`)
+      rng_rank<r>.pt        random number generators of every rank
+      meta.json             step, data position, ranks, architecture, learning rates, W&B id
+
+A checkpoint is written as `step_<n>.tmp` and renamed when every rank is done. It loads at any number of ranks and
+under either `comm`. At the number of ranks that wrote it, training goes on to the bit; at another, tables are resharded
+and the generators are seeded anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+import fused_ops
+from trainers.config import RunConfig
+from trainers.engines import Engine
+from trainers.engines.sharded_state import regroup
+
+DIRECTORY = "checkpoints"
+FORMAT = 1
+NAME = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that isn't there, or isn't of this model."""
+
+
+@dataclass
+class Progress:
+    """Where training stands: optimizer steps done, batches that every rank has taken, W&B's id of the run."""
+
+    step: int = 0
+    batches: int = 0
+    wandb_id: str | None = None
+
+
+def find(resume: str, run_dir: str | Path) -> Path | None:
+    """The checkpoint `trainer.resume` means: that one, a run directory's newest, or ("auto") this run's newest.
+
+    None where "auto" finds none. CheckpointError where a path holds no complete checkpoint.
+    """
+    if resume == "auto":
+        return newest(Path(run_dir))
+    path = Path(resume)
+    if (path / "meta.json").is_file() and not path.name.endswith(".tmp"):
+        return path
+    found = newest(path)
+    if found is None:
+        raise CheckpointError(
+            f"trainer.resume={resume}: no complete checkpoint there (a checkpoint or a run directory)"
+        )
+    return found
+
+
+def newest(run_dir: Path) -> Path | None:
+    complete = _complete(run_dir / DIRECTORY)
+    return complete[-1] if complete else None
+
+
+def _complete(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and (p / "meta.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
+    """Write this step's checkpoint and drop all but the newest `trainer.keep_checkpoints`. Every rank calls it.
+
+    Raises what a fused operator recorded before anything is written, so that no garbage is kept.
+    """
+    fused_ops.check_errors()
+    directory = Path(config.run_dir) / DIRECTORY
+    final = directory / f"step_{progress.step}"
+    partial = final.with_name(final.name + ".tmp")
+    rank = dist.get_rank()
+    if rank == 0:
+        clean(config.run_dir)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    with _quiet():
+        dcp.save(engine.model_state() | engine.optimizer_state(), checkpoint_id=partial, no_dist=False)
+    torch.save(_generators(), partial / f"rng_rank{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        meta = {
+            "format": FORMAT,
+            **asdict(progress),
+            "ranks": dist.get_world_size(),
+            "comm": config.comm.mode,
+            "seed": config.trainer.seed,
+            "architecture": engine.describe(),
+            "data": _data(config),
+            "optim": asdict(config.optim),
+        }
+        (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        _replace(partial, final)
+        for old in _complete(directory)[: -config.trainer.keep_checkpoints]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def load(config: RunConfig, engine: Engine, path: Path) -> tuple[Progress, list[str]]:
+    """Fill `engine` and the generators from `path`; returns where training stood, and what the user should know.
+
+    CheckpointError lists the keys in which the checkpoint's architecture differs. Every rank calls it.
+    """
+    meta = json.loads((path / "meta.json").read_text())
+    if meta["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {meta['format']}; this version reads {FORMAT}")
+    differing = _differences(meta["architecture"], engine.describe())
+    if differing:
+        raise CheckpointError(f"{path} is of another model (saved -> this run): {'; '.join(differing)}")
+    with _quiet():
+        _load_state(path, engine)
+    notes = []
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if meta["ranks"] == world:
+        _set_generators(torch.load(path / f"rng_rank{rank}.pt", weights_only=True))
+    else:
+        seed_generators(config.trainer.seed, rank, meta["step"])
+        notes.append(f"checkpoint of {meta['ranks']} ranks loaded on {world}: random generators are seeded anew")
+    if changed := _differences(meta["data"], _data(config)):
+        notes.append(f"the data position may mean other samples now: {'; '.join(changed)}")
+    return Progress(meta["step"], meta["batches"], meta["wandb_id"]), notes
+
+
+def clean(run_dir: str | Path) -> None:
+    """Remove what killed jobs left half written."""
+    for leftover in (Path(run_dir) / DIRECTORY).glob("step_*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def seed_generators(seed: int, rank: int, step: int = 0) -> None:
+    """Give each rank generators of its own."""
+    mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def _load_state(path: Path, engine: Engine) -> None:
+    weights, states = engine.model_state(), engine.optimizer_state()
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wanted = weights | states
+    if missing := sorted(wanted.keys() - saved.keys()):
+        raise CheckpointError(f"{path} lacks {', '.join(missing[:5])}" + (", ..." if len(missing) > 5 else ""))
+    # Row-wise states of a table that is cut into another number of column slices have another shape.
+    regrouped = {
+        key: torch.empty(saved[key].size)  # type: ignore[union-attr]
+        for key, value in states.items()
+        if isinstance(value, ShardedTensor) and saved[key].size != value.size()  # type: ignore[union-attr]
+    }
+    dcp.load(wanted | regrouped, checkpoint_id=path)
+    for key, whole in regrouped.items():
+        rows, state = weights[key.split("|")[0]].size(0), states[key]
+        values = regroup(whole, rows, state.size(0) // rows)
+        for shard in state.local_shards():
+            start = shard.metadata.shard_offsets[0]
+            shard.tensor.copy_(values[start : start + shard.tensor.numel()])
+
+
+def _replace(partial: Path, final: Path) -> None:
+    for file in partial.iterdir():
+        _sync(file)
+    if final.exists():  # an earlier branch of a run that went back
+        old = final.with_name(final.name + ".old.tmp")
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old)
+    else:
+        partial.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _data(config: RunConfig) -> dict[str, Any]:
+    data = config.data
+    return {f"data.{key}": getattr(data, key) for key in ("kind", "batch_size", "seed", "shuffle", "num_samples")}
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    keys = sorted(saved.keys() | current.keys())
+    return [f"{key}: {saved.get(key)} -> {current.get(key)}" for key in keys if saved.get(key) != current.get(key)]
+
+
+def _generators() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def _quiet() -> warnings.catch_warnings:
+    """ShardedTensor is what TorchRec's sharded modules hold, whatever torch would rather have."""
+    return warnings.catch_warnings(action="ignore", category=FutureWarning)

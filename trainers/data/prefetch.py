@@ -1,0 +1,69 @@
+"""Iterate ahead in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_END = object()
+
+
+class Prefetch(Generic[T]):
+    """Yield what `source` yields, made up to `ahead` items early in a background thread.
+
+    An exception of the source is raised where its item would have come. `close` (also on collection, and at the end)
+    stops the thread and waits for it.
+    """
+
+    def __init__(self, source: Iterator[T], ahead: int = 2):
+        self._queue: queue.Queue = queue.Queue(ahead)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_fill, args=(source, self._queue, self._stop), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Prefetch[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        item, error = self._queue.get()
+        if error is not None:
+            self.close()
+            raise error
+        if item is _END:
+            self.close()
+            raise StopIteration
+        return item
+
+    def close(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _fill(source: Iterator, items: queue.Queue, stop: threading.Event) -> None:
+    # A function, not a method: a thread that held the Prefetch would keep it from being collected.
+    def put(entry: tuple) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(entry, timeout=0.1)
+            except queue.Full:
+                continue
+
+    try:
+        for item in source:
+            put((item, None))
+            if stop.is_set():
+                return
+        put((_END, None))
+    except BaseException as error:  # noqa: BLE001: it belongs to whoever iterates
+        put((None, error))

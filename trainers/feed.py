@@ -1,0 +1,71 @@
+"""Batches on their way to a step: loaded, and their indices distributed, while the step before computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from models.dlrm.index_distribution import DistributedIndices, IndexDistribution, Pending
+from models.dlrm.model import feature_name
+from trainers.config import ModelConfig
+from trainers.step_timing import StepTimer
+
+
+class Batch(Protocol):
+    """From `trainers.data`: dense [b, num_dense] fp32, sparse with keys cat_0.. and stride b, labels [b] in {0, 1}."""
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+
+
+class EmptyBatch:
+    """What a rank contributes when its samples are used up and others' are not."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        none = torch.zeros(0, dtype=torch.int64)
+        keys = [feature_name(t) for t in range(len(model.table_rows))]
+        self.dense = torch.zeros(0, model.num_dense)
+        self.sparse = KeyedJaggedTensor(keys=keys, values=none, lengths=none.clone())
+        self.labels = torch.zeros(0)
+
+
+class Feed:
+    """Runs one batch ahead.
+
+    fetch()   load the next batch; the sizes of its indices leave
+    send()    the indices leave
+    take()    the batch that was fetched, with its indices here
+
+    Every rank calls them in the same order and equally often. A rank without samples hands out empty batches for ever,
+    and `indices.batch_sizes`, which travels with the sizes anyway, tells all ranks in the same step when none is left.
+    """
+
+    def __init__(
+        self, batches: Iterator[Batch], distribution: IndexDistribution, timer: StepTimer, model: ModelConfig
+    ) -> None:
+        self._batches, self._distribution, self._timer = batches, distribution, timer
+        self._empty = EmptyBatch(model)
+        self._next: tuple[Batch, Pending] | None = None
+
+    def fetch(self) -> None:
+        with self._timer.part("data"):
+            batch: Batch = next(self._batches, self._empty)
+        with self._timer.part("index_dist"):
+            self._next = (batch, self._distribution.start(batch.sparse))
+
+    def send(self) -> None:
+        if self._next is not None:
+            batch, pending = self._next
+            with self._timer.part("index_dist"):
+                self._next = (batch, self._distribution.send(pending))
+
+    def take(self) -> tuple[Batch, DistributedIndices]:
+        if self._next is None:
+            raise RuntimeError("take() before fetch()")
+        (batch, pending), self._next = self._next, None
+        with self._timer.part("index_dist"):
+            return batch, self._distribution.finish(pending)

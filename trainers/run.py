@@ -1,0 +1,201 @@
+"""One rank of one training run, from process group to summary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fused_ops
+from trainers import checkpoint
+from trainers.checkpoint import Progress
+from trainers.config import RunConfig
+from trainers.engines import make_engine
+from trainers.loggers import Loggers, make_loggers
+from trainers.loop import Run, train
+from trainers.run_summary import RunFacts, StepStatistics, backend_that_ran, counter_rows, write_summary
+
+FAILURE = "trainers/failure"
+SUMMARY_WRITTEN = "trainers/summary_written"
+GRACE_S = 2.0
+
+
+class TerminatedError(Exception):
+    """SIGTERM: torchrun ends the ranks that are left when one has failed."""
+
+
+def run(
+    config: RunConfig, rank: int, world: int, build_batches: Callable[..., Iterable[Any]] | None = None
+) -> dict[str, Any]:
+    """Train as `config` says; returns the summary, which rank 0 has also written to `<run_dir>/summary.json`.
+
+    Needs the environment that torchrun sets (MASTER_ADDR, MASTER_PORT) and a run directory that all ranks share.
+    `build_batches` replaces `trainers.data`'s. On a failure the exception goes on with a note that names the rank which
+    failed first, the summary says `status: failed`, and the process should exit at once: its exit is what frees ranks
+    that wait for it.
+    """
+    if config.trainer.device != "cpu":
+        raise ValueError(f"trainer.device={config.trainer.device} can't train yet; allowed: cpu")
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    statistics = StepStatistics(config.trainer.warmup)
+    facts = _facts(config, world)
+    store = _join(config, rank, world)
+    try:
+        with _sigterm_raises(), make_loggers(config.logger, config.run_dir, rank) as loggers:
+            _train(config, build_batches or _data(), loggers, statistics, facts)
+            summary = _finish(facts, statistics, "ok")
+            if rank == 0:
+                write_summary(config.run_dir, summary)
+            loggers.finish("ok", summary=summary)
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        reason = _first_failure(store, rank, error)
+        error.add_note(f"training ended because of {reason}")
+        print(f"rank {rank} of {world}: training ended because of {reason}", file=sys.stderr, flush=True)
+        _write_failed(config, rank, store, _finish(facts, statistics, "failed", reason))
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+    return summary
+
+
+def _train(
+    config: RunConfig,
+    build_batches: Callable[..., Iterable[Any]],
+    loggers: Loggers,
+    statistics: StepStatistics,
+    facts: RunFacts,
+) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    checkpoint.seed_generators(config.trainer.seed, rank)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    engine = make_engine(config)
+    checkpoint.seed_generators(config.trainer.seed, rank)
+    progress = Progress()
+    notes: list[str] = []
+    if config.trainer.resume is not None:
+        path = checkpoint.find(config.trainer.resume, config.run_dir)
+        if path is not None:
+            progress, notes = checkpoint.load(config, engine, path)
+            notes.insert(0, f"resumed from {path} at step {progress.step}")
+    if rank == 0:
+        checkpoint.clean(config.run_dir)
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)
+    loggers.start(asdict(config), run_id=progress.wandb_id)
+    progress.wandb_id = facts.wandb_id = loggers.run_id
+
+    def log(record: dict[str, Any]) -> None:
+        statistics.add(record)
+        if rank == 0 and (record["event"] != "train" or record["step"] % config.logger.every == 0):
+            loggers.log(record)
+
+    def batches(split: str, start: int) -> Iterator[Any]:
+        return iter(build_batches(config.data, config.model, split, rank, world, start))
+
+    fused_ops.reset_counters()
+    train(Run(config, engine, batches, log, progress))
+    facts.counters = counter_rows(fused_ops.counters())
+    fused = config.comm.embedding_all_to_all == "fused"
+    facts.backend = backend_that_ran(facts.counters) if fused else "baseline"
+    dist.barrier()
+    engine.close()
+
+
+def _data() -> Callable[..., Iterable[Any]]:
+    from trainers.data.build import build_batches
+
+    return build_batches
+
+
+def _join(config: RunConfig, rank: int, world: int) -> dist.Store:
+    """The default process group, and the store behind it, in which ranks leave word when they fail."""
+    timeout = timedelta(seconds=config.comm.timeout_s)
+    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=timeout)))
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=world, timeout=timeout
+    )
+    fused_ops.set_timeout(config.comm.timeout_s)
+    return store
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def raise_terminated(signum: int, frame: Any) -> None:
+        raise TerminatedError("the launcher ended this rank")
+
+    before = signal.signal(signal.SIGTERM, raise_terminated)
+    with warnings.catch_warnings():
+        # TorchRec builds on ShardedTensor and DDP's old argument names; FBGEMM's dense kernel brings its own autograd.
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*(ShardedTensor|broadcast_buffers).*")
+        warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
+        yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str:
+    """What failed first on any rank; this rank's error where nobody has left word before."""
+    mine = f"{type(error).__name__} on rank {rank}: {error}"
+    if _follows_from_another(error):
+        # A rank whose peer went away says so; give the peer a moment to say why.
+        with contextlib.suppress(Exception):
+            store.wait([FAILURE], timedelta(seconds=GRACE_S / 2))
+    with contextlib.suppress(Exception):
+        return store.compare_set(FAILURE, "", mine).decode()
+    return mine
+
+
+def _follows_from_another(error: BaseException) -> bool:
+    if isinstance(error, (TerminatedError, fused_ops.CommunicationError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("Connection closed", "Connection reset", "gloo", "Broken pipe")
+    )
+
+
+def _write_failed(config: RunConfig, rank: int, store: dist.Store, summary: dict[str, Any]) -> None:
+    """Rank 0 writes; where it is gone, the first other rank that notices does."""
+    with contextlib.suppress(Exception):
+        if rank == 0:
+            write_summary(config.run_dir, summary)
+            store.set(SUMMARY_WRITTEN, "0")
+            return
+        if not _gone(store):
+            return
+        if store.add("trainers/summary_claims", 1) == 1:
+            write_summary(config.run_dir, summary)
+
+
+def _gone(store: dist.Store) -> bool:
+    """Whether rank 0 wrote no summary within the grace period."""
+    try:
+        store.wait([SUMMARY_WRITTEN], timedelta(seconds=GRACE_S))
+    except Exception:
+        return True
+    return False
+
+
+def _facts(config: RunConfig, world: int) -> RunFacts:
+    return RunFacts(
+        comm=config.comm.mode,
+        ranks=world,
+        seed=config.trainer.seed,
+        model=config.model.name,
+        data=config.data.kind,
+        data_is_synthetic=config.data.kind != "criteo",
+        device=config.trainer.device,
+        run_dir=str(config.run_dir),
+    )
+
+
+def _finish(facts: RunFacts, statistics: StepStatistics, status: str, reason: str | None = None) -> dict[str, Any]:
+    return statistics.summary(facts, status, reason)
