@@ -5,6 +5,8 @@ Import this package alone: it needs torch and nothing else of this project. docs
 
 from fused_ops.all_to_all import all_to_all
 from fused_ops.counters import counters, reset_counters
+from fused_ops.embedding_all_to_all import embedding_all_to_all
+from fused_ops.embedding_layout import EmbeddingLayout, FusedOptimizer
 from fused_ops.errors import (
     BackendUnavailableError,
     CommunicationError,
@@ -21,12 +23,15 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "CommunicationError",
+    "EmbeddingLayout",
+    "FusedOptimizer",
     "PeerAbortedError",
     "PeerLostError",
     "PeerTimeoutError",
     "all_to_all",
     "check_errors",
     "counters",
+    "embedding_all_to_all",
     "exposed_wait_ms",
     "memory_report",
     "reset_counters",

@@ -94,6 +94,9 @@ def check_splits(
     input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, world: int
 ) -> tuple[list[int], list[int]]:
     """(rows to each rank, rows from each rank), or ValueError for what this rank alone can see."""
+    if input.layout != torch.strided or input.is_quantized:
+        kind = "a quantized" if input.is_quantized else f"a {input.layout}"
+        raise ValueError(f"all_to_all: input must be a plain strided tensor, got {kind} one")
     if input.dim() == 0:
         raise ValueError("all_to_all: input must have at least one dimension, got a scalar")
     rows = input.shape[0]

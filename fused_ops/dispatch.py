@@ -17,19 +17,22 @@ from fused_ops.symmetric.group import GroupContext
 logger = logging.getLogger("fused_ops")
 
 FUSED_BACKEND_OF_DEVICE = {"cpu": "host", "cuda": "cuda"}
-DEVICE_OF_BACKEND = {"host": "cpu", "cuda": "cuda", "triton": "cuda"}
+DEVICE_OF_BACKEND = {"host": "cpu", "unfused": "cpu", "cuda": "cuda", "triton": "cuda"}
 
 
-def choose(operator: str, comm: str, require_fused: bool, device: torch.device, group: GroupContext) -> ModuleType:
+def choose(
+    operator: str, comm: str, require_fused: bool, device: torch.device, group: GroupContext, phase: str = ""
+) -> ModuleType:
     """The module `fused_ops.backends.<backend>.<operator>` that is to run this call.
 
     comm: "baseline"; "fused" (the device's native backend, baseline where none can run: warned once, counted with its
     reason, an error under require_fused); or a backend's name, which never falls back.
+    phase: of an operator whose backward is another one; it is counted as `<operator>_<phase>`.
     """
     if comm == "baseline":
         if require_fused:
             raise ValueError("require_fused=True contradicts comm='baseline'")
-        return _use(operator, "baseline", "asked for")
+        return _use(operator, "baseline", "asked for", phase)
     named = comm != "fused"
     backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
     if named and comm not in DEVICE_OF_BACKEND:
@@ -38,11 +41,11 @@ def choose(operator: str, comm: str, require_fused: bool, device: torch.device, 
         raise ValueError(f"backend '{comm}' takes {DEVICE_OF_BACKEND[comm]} tensors, got one on {device}")
     problem = _problem(operator, backend, device, group)
     if problem is None:
-        return _use(operator, backend, "asked for" if named else "fused")
+        return _use(operator, backend, "asked for" if named else "fused", phase)
     if named or require_fused:
         raise BackendUnavailableError(f"{operator}: {problem}")
     _warn_once(operator, problem)
-    return _use(operator, "baseline", problem)
+    return _use(operator, "baseline", problem, phase)
 
 
 def _problem(operator: str, backend: str, device: torch.device, group: GroupContext) -> str | None:
@@ -62,8 +65,8 @@ def _exists(operator: str, backend: str) -> bool:
         return False
 
 
-def _use(operator: str, backend: str, reason: str) -> ModuleType:
-    count(operator, backend, reason)
+def _use(operator: str, backend: str, reason: str, phase: str) -> ModuleType:
+    count(f"{operator}_{phase}" if phase else operator, backend, reason)
     return importlib.import_module(f"fused_ops.backends.{backend}.{operator}")
 
 

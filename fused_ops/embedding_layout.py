@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,36 +84,33 @@ class EmbeddingLayout:
             at += sum(dims)
         return cls(feature_dims, columns, batch_sizes, at, dtype)
 
-    @staticmethod
-    def restore(
-        counts: Sequence[int], dims: Sequence[int], columns: Sequence[int], batch_sizes: Sequence[int], total_dim: int, dtype: torch.dtype
-    ) -> EmbeddingLayout:
-        """The layout whose `flattened` form that is (an operator's schema has no nested lists)."""
-        return _restore(tuple(counts), tuple(dims), tuple(columns), tuple(batch_sizes), total_dim, dtype)
-
-    @property
-    def flattened(self) -> tuple[list[int], list[int], list[int], list[int], int, torch.dtype]:
+    @functools.cached_property
+    def encoded(self) -> list[int]:
+        """One list of integers, which is all that an operator's schema can hold: `decode` reads it."""
         counts = [len(dims) for dims in self.feature_dims]
         dims = [d for rank in self.feature_dims for d in rank]
         columns = [c for rank in self.feature_columns for c in rank]
-        return counts, dims, columns, list(self.batch_sizes), self.total_dim, self.dtype
+        return [self.world, self.total_dim, *self.batch_sizes, *counts, *dims, *columns]
+
+    @staticmethod
+    def decode(encoded: Sequence[int], dtype: torch.dtype) -> EmbeddingLayout:
+        return _decode(tuple(encoded), dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _restore(
-    counts: tuple[int, ...],
-    dims: tuple[int, ...],
-    columns: tuple[int, ...],
-    batch_sizes: tuple[int, ...],
-    total_dim: int,
-    dtype: torch.dtype,
-) -> EmbeddingLayout:
-    nested_dims, nested_columns, at = [], [], 0
-    for count in counts:
-        nested_dims.append(dims[at : at + count])
-        nested_columns.append(columns[at : at + count])
-        at += count
-    return EmbeddingLayout(nested_dims, nested_columns, batch_sizes, total_dim, dtype)
+def _decode(encoded: tuple[int, ...], dtype: torch.dtype) -> EmbeddingLayout:
+    world, total_dim = encoded[:2]
+    batch_sizes, counts = encoded[2 : 2 + world], encoded[2 + world : 2 + 2 * world]
+    rest = encoded[2 + 2 * world :]
+    dims, columns = rest[: sum(counts)], rest[sum(counts) :]
+    ends = list(itertools.accumulate(counts, initial=0))
+    return EmbeddingLayout(
+        [dims[a:b] for a, b in itertools.pairwise(ends)],
+        [columns[a:b] for a, b in itertools.pairwise(ends)],
+        batch_sizes,
+        total_dim,
+        dtype,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,10 +19,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the TSV file to write")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="lines to write (about 225 bytes each)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="which distribution and draws (default 0)")
-    parser.add_argument("--first-sample", type=int, default=0, metavar="K",
-                        help="begin at sample K of the seed's stream: files that continue one another make several days")  # fmt: skip
-    parser.add_argument("--rows-scale", type=float, default=0.001, metavar="X",
-                        help="distinct category values as a share of Criteo Kaggle's (default 0.001)")  # fmt: skip
+    parser.add_argument(
+        "--first-sample",
+        type=int,
+        default=0,
+        metavar="K",
+        help="begin at sample K of the seed's stream: files that continue one another are days",
+    )
+    parser.add_argument(
+        "--rows-scale",
+        type=float,
+        default=0.001,
+        metavar="X",
+        help="distinct category values as a share of Criteo Kaggle's (default 0.001)",
+    )
     options = parser.parse_args(arguments)
     try:
         with ProgressBar() as bar:

@@ -34,7 +34,9 @@ def rows_argument(text: str) -> list[int]:
         try:
             rows = [int(part) for part in text.replace("_", "").split(",")]
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither a number, {NUM_SPARSE} numbers, nor a YAML file") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number, {NUM_SPARSE} numbers, nor a YAML file"
+            ) from None
         if len(rows) == 1:
             rows *= NUM_SPARSE
     if len(rows) != NUM_SPARSE:
@@ -71,20 +73,43 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="TSV files, one a day")
     add("--out", type=Path, required=True, metavar="DIR", help="where the arrays go")
     add("--min-count", type=positive, default=1, metavar="N", help="values seen less often share id 0 (default 1)")
-    add("--max-rows", type=rows_argument, default=[40_000_000] * NUM_SPARSE, metavar="ROWS",
-        help="cap on a table's rows: a number, 26 with commas, or a model YAML with table_rows (default 40000000)")  # fmt: skip
+    add(
+        "--max-rows",
+        type=rows_argument,
+        default=[40_000_000] * NUM_SPARSE,
+        metavar="ROWS",
+        help="cap on a table's rows: a number, 26 with commas, or a model YAML with table_rows (default 40000000)",
+    )
     add("--hash-rows", type=rows_argument, metavar="ROWS", help="hash into tables of so many rows instead of counting")
-    add("--count-from", choices=("train", "all"), default="train",
-        help="rows whose values get ids: those of the training split (default) or all, as published row counts do")  # fmt: skip
-    add("--splits", type=fractions_argument, metavar="TRAIN,VAL,TEST",
+    add(
+        "--count-from",
+        choices=("train", "all"),
+        default="train",
+        help="rows whose values get ids: those of the training split (default) or all, as published row counts do",
+    )
+    add(
+        "--splits",
+        type=fractions_argument,
+        metavar="TRAIN,VAL,TEST",
         help="shares of all rows, in order (default: of several days the last is half val, half test; of one, its "
-        "last seventh)")  # fmt: skip
-    add("--max-bad-lines", type=count, default=0, metavar="N",
-        help="leave out up to N malformed lines and report how many (default 0: stop at the first)")  # fmt: skip
+        "last seventh)",
+    )
+    add(
+        "--max-bad-lines",
+        type=count,
+        default=0,
+        metavar="N",
+        help="leave out up to N malformed lines and report how many (default 0: stop at the first)",
+    )
     add("--workers", type=positive, default=2, metavar="N", help="threads (default 2)")
     add("--block-mb", type=positive, default=8, metavar="N", help="MB of text parsed at a time by a thread (default 8)")
-    add("--checkpoint-mb", type=positive, default=256, metavar="N",
-        help="MB of text after which progress is kept for a restart (default 256)")  # fmt: skip
+    add(
+        "--checkpoint-mb",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="MB of text after which progress is kept for a restart (default 256)",
+    )
     add("--overwrite", action="store_true", help="replace what DIR holds")
     return parser.parse_args(arguments)
 

@@ -97,7 +97,7 @@ def _runs_by_communication(group: str | None) -> wr.Runset:
     return wr.Runset(
         name="runs by communication",
         groupby=[f"config.{COMM_KEY}"],
-        filters=[expr.Metric("Group") == group] if group else [],
+        filters=expr.And(expr.Metric("Group") == group) if group else "",
         pinned_columns=[f"summary:{column}" for column in COLUMNS],
     )
 

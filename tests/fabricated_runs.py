@@ -32,7 +32,7 @@ def write_run(
     finished: bool = True,
     **facts: Any,
 ) -> Path:
-    """A run directory at `path`. `scale` stretches its times, `loss_offset` moves its losses, `nan_from` breaks them."""
+    """A run directory at `path`. `scale` stretches its times, `loss_offset` moves its losses, `nan_from` ends them."""
     config = {
         "comm": {"mode": comm, "backend": "auto"},
         "model": {"name": "dlrm_tiny"},
@@ -67,7 +67,15 @@ def write_run(
         logger.log(record)
         statistics.add(record)
     if status == "ok":
-        evaluation = {"event": "eval", "step": steps, "loss": 0.5, "auc": 0.74, "ne": 0.86, "samples": 9000, "warnings": []}
+        evaluation = {
+            "event": "eval",
+            "step": steps,
+            "loss": 0.5,
+            "auc": 0.74,
+            "ne": 0.86,
+            "samples": 9000,
+            "warnings": [],
+        }
         logger.log(evaluation)
         statistics.add(evaluation)
     if finished:

@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the fork server, and so every rank, inherits it
 _context = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
-_context.set_forkserver_preload(["torch", "torch.distributed", "fused_ops"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fused_ops", "pytest"])
 
 
 class RankError(AssertionError):

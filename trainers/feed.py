@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+import numpy as np
 
 from models.dlrm.index_distribution import DistributedIndices, IndexDistribution, Pending
-from models.dlrm.model import feature_name
 from trainers.config import ModelConfig
+from trainers.data.batch import Batch, make_batch
 from trainers.step_timing import StepTimer
 
 
-class Batch(Protocol):
-    """From `trainers.data`: dense [b, num_dense] fp32, sparse with keys cat_0.. and stride b, labels [b] in {0, 1}."""
-
-    dense: torch.Tensor
-    sparse: KeyedJaggedTensor
-    labels: torch.Tensor
-
-
-class EmptyBatch:
+def empty_batch(model: ModelConfig) -> Batch:
     """What a rank contributes when its samples are used up and others' are not."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        none = torch.zeros(0, dtype=torch.int64)
-        keys = [feature_name(t) for t in range(len(model.table_rows))]
-        self.dense = torch.zeros(0, model.num_dense)
-        self.sparse = KeyedJaggedTensor(keys=keys, values=none, lengths=none.clone())
-        self.labels = torch.zeros(0)
+    no_ids = [np.zeros((0, 1), np.int64)] * len(model.table_rows)
+    return make_batch(np.zeros((0, model.num_dense), np.float32), no_ids, np.zeros(0, np.float32))
 
 
 class Feed:
@@ -48,12 +33,12 @@ class Feed:
         self, batches: Iterator[Batch], distribution: IndexDistribution, timer: StepTimer, model: ModelConfig
     ) -> None:
         self._batches, self._distribution, self._timer = batches, distribution, timer
-        self._empty = EmptyBatch(model)
+        self._empty = empty_batch(model)
         self._next: tuple[Batch, Pending] | None = None
 
     def fetch(self) -> None:
         with self._timer.part("data"):
-            batch: Batch = next(self._batches, self._empty)
+            batch = next(self._batches, self._empty)
         with self._timer.part("index_dist"):
             self._next = (batch, self._distribution.start(batch.sparse))
 

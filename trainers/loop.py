@@ -20,7 +20,8 @@ from trainers import checkpoint, metrics
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
 from trainers.engines import Engine
-from trainers.feed import Batch, Feed
+from trainers.data.batch import Batch
+from trainers.feed import Feed
 from trainers.schedule import learning_rate_factor
 from trainers.step_timing import StepTimer
 
@@ -121,7 +122,7 @@ def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None
 def _evaluate(run: Run) -> None:
     """Log AUC, NE and loss over every sample of the validation split (or `trainer.eval_batches` batches of it)."""
     limit = run.config.trainer.eval_batches
-    feed = Feed(run.batches("validation", 0), run.engine.indices, StepTimer(), run.config.model)
+    feed = Feed(run.batches("val", 0), run.engine.indices, StepTimer(), run.config.model)
     logits, labels = [torch.zeros(0)], [torch.zeros(0)]
     run.engine.model.eval()
     with torch.no_grad():

@@ -19,6 +19,8 @@ import fused_ops
 from trainers import checkpoint
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
+from trainers.data import build
+from trainers.data.build import DataInfo, data_info
 from trainers.engines import make_engine
 from trainers.loggers import Loggers, make_loggers
 from trainers.loop import Run, train
@@ -50,8 +52,11 @@ def run(
     facts = _facts(config, world)
     store = _join(config, rank, world)
     try:
+        if build_batches is None:
+            build_batches, info = _data(config)
+            facts.data, facts.data_is_synthetic, facts.bayes_auc = info.name, info.synthetic, info.bayes_auc
         with _sigterm_raises(), make_loggers(config.logger, config.run_dir, rank) as loggers:
-            _train(config, build_batches or _data(), loggers, statistics, facts)
+            _train(config, build_batches, loggers, statistics, facts)
             summary = _finish(facts, statistics, "ok")
             if rank == 0:
                 write_summary(config.run_dir, summary)
@@ -111,10 +116,12 @@ def _train(
     engine.close()
 
 
-def _data() -> Callable[..., Iterable[Any]]:
-    from trainers.data.build import build_batches
-
-    return build_batches
+def _data(config: RunConfig) -> tuple[Callable[..., Iterable[Any]], DataInfo]:
+    """`trainers.data`, with rank 0 looking first: where data must be generated, the others wait."""
+    if dist.get_rank() == 0:
+        data_info(config.data, config.model)
+    dist.barrier()
+    return build.build_batches, data_info(config.data, config.model)
 
 
 def _join(config: RunConfig, rank: int, world: int) -> dist.Store:

@@ -22,6 +22,7 @@ from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
 from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, check_cuda, choose_link, library
 from fused_ops.symmetric.group import GroupContext
+from fused_ops.symmetric.slots import over_storage
 
 MAX_RANKS = 64
 MAX_ARENAS = 64
@@ -243,7 +244,7 @@ class CudaChannel:
             slot = staging
             output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         else:
-            output = slot.tensor(nbytes).view(dtype).view(tuple(shape))
+            output = over_storage(slot.tensor(nbytes), tuple(shape), dtype)
         params = self._params(tag, slot.place)
         params.output = output.data_ptr()
         params.output_bytes = nbytes

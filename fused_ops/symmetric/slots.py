@@ -36,10 +36,17 @@ class Slot:
         view = memoryview(self.segment.memory)[: math.prod(shape) * dtype.itemsize]
         self.held = True
         weakref.finalize(view, self._let_go).atexit = False
-        return torch.frombuffer(view, dtype=dtype).view(shape)
+        return over_storage(torch.frombuffer(view, dtype=torch.uint8), shape, dtype)
 
     def _let_go(self) -> None:
         self.held = False
+
+
+def over_storage(memory: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor over the start of `memory`'s storage. Not a view: autograd lets nobody change a view that a custom
+    operator returns in place."""
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), 0, shape, strides)
 
 
 class SlotPool:

@@ -85,7 +85,7 @@ def step_figure(comparison: Comparison) -> go.Figure | None:
             textfont={"color": "#ffffff", "size": 12},
             hovertemplate=f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>",
         )
-    ends = [max(row.run["step_ms"], sum(row.run[key] or 0 for key in PARTS)) for row in rows]
+    ends = [sum(row.run[key] or 0 for key in PARTS) for row in rows]
     figure.add_scatter(
         y=labels,
         x=ends,

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from launch.page import charts
-from launch.page.comparison import Comparison, Row
+from launch.page.comparison import EARLY_STEPS, Comparison, Row
 from launch.page.table import ABSENT, number, shown_columns, signed_percent, small
 
 HERE = Path(__file__).parent
@@ -84,8 +84,7 @@ def tiles(comparison: Comparison) -> list[Tile]:
     step = statistics.median(_saved(row) for row in pairs)
     exposed = [row.exposed_reduction for row in pairs if row.exposed_reduction is not None]
     saved = statistics.median(exposed) if exposed else None
-    losses = [row.loss_difference for row in pairs if row.loss_difference is not None]
-    steps = sum(len(row.loss_differences) for row in pairs)
+    early = [row.early_loss_difference for row in pairs if row.early_loss_difference is not None]
     over = "of a median step" if len(pairs) == 1 else f"median over {len(pairs)} pairs"
     found = [
         Tile("step time saved", signed_percent(step), over, "" if doubtful else _mood(step)),
@@ -95,8 +94,8 @@ def tiles(comparison: Comparison) -> list[Tile]:
         run, baseline = pairs[0].run, pairs[0].baselines[0]
         for heading, key, digits in (("samples per second", "samples_per_s", 0), ("AUC", "auc", 4)):
             found.append(Tile(heading, number(run[key], digits), f"baseline {number(baseline[key], digits)}"))
-    if losses:
-        found.append(Tile("largest loss difference", small(max(losses)), f"relative, over {steps} steps"))
+    if early:
+        found.append(Tile("early loss difference", small(max(early)), f"relative, first {EARLY_STEPS} steps"))
     return found
 
 

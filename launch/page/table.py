@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from launch.page.comparison import Comparison, Row
+from launch.page.comparison import EARLY_STEPS, LOSS_TOLERANCE, Comparison, Row
 
 ABSENT = "\N{EN DASH}"
 STEP_TIME = (
@@ -113,10 +113,11 @@ COLUMNS = (
         "slower. ~ marks a difference within the spread: the middle halves of both runs' step times overlap.",
     ),
     Column(
-        "loss_difference",
-        "loss diff.",
-        lambda row: small(row.loss_difference),
-        "Largest relative difference between the training losses of this run and its baseline, over all common steps.",
+        "early_loss_difference",
+        "early loss diff.",
+        lambda row: small(row.early_loss_difference),
+        f"Largest relative difference between the training losses of this run and its baseline over the first "
+        f"{EARLY_STEPS} steps. Up to {LOSS_TOLERANCE:.0e} is rounding.",
     ),
 )
 

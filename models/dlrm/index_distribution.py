@@ -42,11 +42,28 @@ class Pending:
     batch_size: int
 
 
+def rows_of_features(collection: ShardedEmbeddingBagCollection) -> dict[str, int]:
+    return {f: table.num_embeddings for table in collection._embedding_bag_configs for f in table.feature_names}
+
+
+def check_range(indices: KJTList, rows: dict[str, int]) -> None:
+    """ValueError naming table rows, feature and value of the first index outside its table."""
+    for kjt in indices:
+        for key in kjt.keys():  # noqa: SIM118 - no mapping
+            values = kjt[key].values()
+            bad = values[(values < 0) | (values >= rows[key])]
+            if bad.numel():
+                raise ValueError(
+                    f"feature {key} has index {int(bad[0])}, its table has {rows[key]} rows ({bad.numel()} such indices "
+                    f"in this batch); model.out_of_range=clamp or hash would bring them into range"
+                )
+
+
 class IndexDistribution:
     """Brings indices to a sharded collection.
 
-    `out_of_range` is applied here for "clamp" (to the nearest row) and "hash" (modulo the rows), before indices travel;
-    under "error" the lookups themselves refuse, naming table and value.
+    `out_of_range` is applied here for "clamp" (to the nearest row) and "hash" (modulo the rows), before indices travel.
+    Under "error" the lookups refuse, and `check_range` says what they refused.
     """
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, out_of_range: str = "error") -> None:
@@ -54,11 +71,7 @@ class IndexDistribution:
             raise ValueError(f"model.out_of_range is {out_of_range!r}; allowed: {', '.join(OUT_OF_RANGE)}")
         self.collection = collection
         self.out_of_range = out_of_range
-        self._rows = {
-            feature: table.num_embeddings
-            for table in collection._embedding_bag_configs
-            for feature in table.feature_names
-        }
+        self._rows = rows_of_features(collection)
 
     def start(self, features: KeyedJaggedTensor) -> Pending:
         context = self.collection.create_context()

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from models.dlrm.index_distribution import DistributedIndices
+from models.dlrm.index_distribution import DistributedIndices, check_range, rows_of_features
 
 POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 EMBEDDING_DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -62,7 +62,12 @@ class PooledFeatures(SparseArch):
         """Looks up and sends off; returns a KeyedTensor or, from a sharded collection, an awaitable of one."""
         collection = self.embedding_bag_collection
         if isinstance(features, DistributedIndices):
-            return collection.compute_and_output_dist(features.context, features.indices)
+            try:
+                return collection.compute_and_output_dist(features.context, features.indices)
+            except (RuntimeError, ValueError):
+                # Kernels name neither feature nor value, so look only once one has refused.
+                check_range(features.indices, rows_of_features(collection))
+                raise
         return collection(features)
 
     def finish(self, pooled: KeyedTensor, batch_size: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -53,31 +54,22 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             sharding.compute_kernel == EmbeddingComputeKernel.FUSED.value
             for sharding in self.module_sharding_plan.values()
         )
-        self._frozen_tables = [table for kernel in self._kernels for table in kernel.split_embedding_weights()]
-        self._fused_params = {
-            key: value
-            for infos in self.sharding_type_to_sharding_infos.values()
-            for info in infos
-            for key, value in (info.fused_params or {}).items()
-        }
+        self._shards = [table for kernel in self._kernels for table in kernel.split_embedding_weights()]
+        self._optimizer = self._make_optimizer() if self._in_backward else None
+        self._layouts: dict[tuple[int, ...], fused_ops.EmbeddingLayout] = {}
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        batch_sizes = list(ctx.sharding_contexts[0].batch_size_per_rank) or [input[0].stride()]
+        batch_sizes = tuple(ctx.sharding_contexts[0].batch_size_per_rank) or (input[0].stride(),)
         indices, offsets, weights = _join(input, self._is_weighted)
         pooled = fused_ops.embedding_all_to_all(
             self._tables(),
             indices,
             offsets,
-            fused_ops.EmbeddingLayout(
-                feature_dims=self._placement.dims,
-                feature_columns=self._placement.columns,
-                batch_sizes=batch_sizes,
-                total_dim=sum(self._dims),
-            ),
+            self._layout(batch_sizes),
             feature_tables=self._feature_tables,
             pooling=self._pooling,
             per_sample_weights=weights,
-            optimizer=self._optimizer() if self._in_backward else None,
+            optimizer=self._scheduled_optimizer(),
             group=self._env.process_group,
             comm=self._comm,
             require_fused=self._require_fused,
@@ -87,41 +79,63 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _tables(self) -> list[torch.Tensor]:
         """Shards [rows, columns] in the order of TorchRec's kernels: views of its weights."""
         if self._in_backward:
-            return self._frozen_tables
+            return self._shards
         # `split`, so that autograd gathers the gradients of all tables in one piece.
-        return [
-            part.view(table.shape)
+        parts = [
+            part
             for kernel in self._kernels
-            for part, table in zip(
-                kernel.emb_module.weights.split([t.numel() for t in kernel.split_embedding_weights()]),
-                kernel.split_embedding_weights(),
-                strict=True,
-            )
+            for part in kernel.emb_module.weights.split([t.numel() for t in kernel.split_embedding_weights()])
         ]
+        return [part.view(shard.shape) for part, shard in zip(parts, self._shards, strict=True)]
 
-    def _optimizer(self) -> fused_ops.FusedOptimizer:
-        """TorchRec's optimizer as it stands: its states as views, its learning rate as last set by a scheduler."""
+    def _layout(self, batch_sizes: tuple[int, ...]) -> fused_ops.EmbeddingLayout:
+        if batch_sizes not in self._layouts:
+            if len(self._layouts) >= 64:  # ragged batches
+                self._layouts.clear()
+            self._layouts[batch_sizes] = fused_ops.EmbeddingLayout(
+                feature_dims=self._placement.dims,
+                feature_columns=self._placement.columns,
+                batch_sizes=batch_sizes,
+                total_dim=sum(self._dims),
+                dtype=data_type_to_dtype(self._embedding_bag_configs[0].data_type),
+            )
+        return self._layouts[batch_sizes]
+
+    def _make_optimizer(self) -> fused_ops.FusedOptimizer:
+        """TorchRec's optimizer, its states as views."""
+        params = {
+            key: value
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            for key, value in (info.fused_params or {}).items()
+        }
+        kind = OPTIMIZERS[params["optimizer"]]
         modules = [kernel.emb_module for kernel in self._kernels]
-        kind = OPTIMIZERS[self._fused_params["optimizer"]]
         return fused_ops.FusedOptimizer(
-            kind=kind,
-            learning_rate=modules[0].get_learning_rate() if modules else self._fused_params["learning_rate"],
-            eps=self._fused_params["eps"],
+            kind,
+            learning_rate=params["learning_rate"],
+            eps=params["eps"],
             states=[] if kind == "sgd" else [states[0] for m in modules for states in m.split_optimizer_states()],
-            average_over_ranks=True,
         )
+
+    def _scheduled_optimizer(self) -> fused_ops.FusedOptimizer | None:
+        """With the learning rate that a scheduler has last given to TorchRec's kernels."""
+        if self._optimizer is not None and self._kernels:
+            self._optimizer.learning_rate = self._kernels[0].emb_module.get_learning_rate()
+        return self._optimizer
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards an EmbeddingBagCollection into the fused collection.
 
-    `fused_params` must name `optimizer`, `learning_rate` and `eps`.
+    `fused_params` names `optimizer`, `learning_rate` and `eps` of tables that are updated in backward.
     """
 
     def __init__(self, fused_params: dict[str, Any], comm: str = "fused", require_fused: bool = False) -> None:
-        allowed = ", ".join(OPTIMIZERS.values())
-        if fused_params.get("optimizer") not in OPTIMIZERS:
-            raise ValueError(f"the optimizer {fused_params.get('optimizer')} can't run in backward; allowed: {allowed}")
+        optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        if optimizer not in OPTIMIZERS:
+            allowed = ", ".join(OPTIMIZERS.values())
+            raise ValueError(f"{optimizer} can't be fused into backward; allowed: {allowed}")
         super().__init__(fused_params=fused_params)
         self._comm, self._require_fused = comm, require_fused
 

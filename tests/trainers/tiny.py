@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from trainers import loop
+from trainers.checkpoint import Progress
 from trainers.config import DataConfig, ModelConfig, RunConfig
+from trainers.data.batch import Batch, cat_keys
+from trainers.engines import Engine, make_engine
 
 ROWS = [50, 3, 120, 40, 7]
 HOT = [1, 2, 4, 1, 3]
@@ -38,13 +42,6 @@ def config(run_dir: Any, comm: str = "baseline", **groups: dict[str, Any]) -> Ru
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), base, groups))
 
 
-@dataclass
-class Batch:
-    dense: torch.Tensor
-    sparse: KeyedJaggedTensor
-    labels: torch.Tensor
-
-
 def global_batch(model: ModelConfig, number: int, size: int, split: str = "train") -> Batch:
     """Bags of 0 to `multi_hot_sizes` ids; the label leans on the dense features and on the parity of table 0's id."""
     generator = torch.Generator().manual_seed(number + (1 << 20) * (split != "train"))
@@ -52,13 +49,13 @@ def global_batch(model: ModelConfig, number: int, size: int, split: str = "train
     hot = model.multi_hot_sizes or [1] * len(model.table_rows)
     values, lengths = [], []
     for rows, most in zip(model.table_rows, hot, strict=True):
-        length = torch.randint(0 if most > 1 else 1, most + 1, (size,), generator=generator)
+        length = torch.randint(0 if most > 1 else 1, most + 1, (size,), generator=generator).int()
         lengths.append(length)
         values.append(torch.randint(0, rows, (int(length.sum()),), generator=generator))
     score = dense.sum(1) + 2.0 * (values[0] % 2) - 1.0 if hot[0] == 1 else dense.sum(1)
     labels = (torch.rand(size, generator=generator) < score.sigmoid()).float()
     sparse = KeyedJaggedTensor(
-        keys=[f"cat_{t}" for t in range(len(hot))], values=torch.cat(values), lengths=torch.cat(lengths)
+        keys=cat_keys(len(hot)), values=torch.cat(values), lengths=torch.cat(lengths)
     )
     return Batch(dense, sparse, labels)
 
@@ -82,3 +79,31 @@ def build_batches(
         here = min(size, samples - number * size)
         whole = global_batch(model, number, here, split)
         yield part(whole, here * rank // world, here * (rank + 1) // world)
+
+
+def train(config: RunConfig, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """This rank's records of a run on the process group that is there."""
+    engine = make_engine(config)
+    records = run_loop(config, engine, progress or Progress())
+    engine.close()
+    return records
+
+
+def run_loop(config: RunConfig, engine: Engine, progress: Progress, batches: Any = build_batches) -> list[dict[str, Any]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    records: list[dict[str, Any]] = []
+
+    def part_of(split: str, start: int) -> Iterator[Batch]:
+        return iter(batches(config.data, config.model, split, rank, world, start))
+
+    loop.train(loop.Run(config, engine, part_of, records.append, progress))
+    return records
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records if record["event"] == "train"]
+
+
+def train_all(configs: list[RunConfig]) -> list[list[dict[str, Any]]]:
+    """Several runs, one after the other, in the same processes."""
+    return [train(config) for config in configs]

@@ -57,7 +57,11 @@ class Dataset:
         found = days_in(directory)
         if not found:
             unfinished = (directory / ".prepare").exists()
-            why = "its preparation was not finished; run that command again" if unfinished else "expected day_<i>_labels.npy"
+            why = (
+                "its preparation was not finished; run that command again"
+                if unfinished
+                else "expected day_<i>_labels.npy"
+            )
             raise DataError(f"{directory} holds no prepared data: {why}")
         self.days = [Day(directory, day, multi_hot) for day in found]
         samples = [day.samples for day in self.days]

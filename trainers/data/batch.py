@@ -65,5 +65,7 @@ def make_batch(dense: np.ndarray, ids: list[np.ndarray], labels: np.ndarray) -> 
         offset_per_key=[0, *np.cumsum(per_key).tolist()],
     )
     return Batch(
-        torch.from_numpy(np.array(dense, np.float32)), sparse, torch.from_numpy(np.array(labels, np.float32).reshape(-1))
+        torch.from_numpy(np.array(dense, np.float32)),
+        sparse,
+        torch.from_numpy(np.array(labels, np.float32).reshape(-1)),
     )

@@ -18,10 +18,10 @@ from trainers.data.prefetch import Prefetch
 class CriteoBatches:
     """This rank's parts of the global batches of a split, in steps that are the same for every rank.
 
-    The global batch of step s does not depend on `world`; rank r takes its r-th part, the first ranks one sample more, so a
-    part may be empty. The last batch of an epoch is smaller if `batch_size` does not divide the split; every rank yields
-    it and all end after the same step. Iterating always begins at `start_step`, at no cost; a background thread reads
-    ahead.
+    The global batch of step s does not depend on `world`; rank r takes its r-th part, the first ranks one sample more,
+    so a part may be empty. The last batch of an epoch is smaller if `batch_size` does not divide the split; every rank
+    yields it and all end after the same step. Iterating always begins at `start_step`, at no cost; a background thread
+    reads ahead.
 
     `table_rows` given: an id outside its table is a DataError naming file, feature and id. None: ids are not checked.
     `epochs` None: endless.
@@ -46,8 +46,8 @@ class CriteoBatches:
             raise DataError(f"split {split!r}, allowed are {', '.join(SPLITS)}")
         if batch_size < 1 or not 0 <= rank < world or start_step < 0:
             raise DataError(
-                f"batch_size {batch_size}, rank {rank}, world {world}, start_step {start_step}: allowed are a batch of 1 "
-                "or more, a rank below world, and a step of 0 or more"
+                f"batch_size {batch_size}, rank {rank}, world {world}, start_step {start_step}: allowed are a batch of "
+                "1 or more, a rank below world, and a step of 0 or more"
             )
         if table_rows is not None and len(table_rows) != NUM_SPARSE:
             raise DataError(f"{len(table_rows)} tables, Criteo data has {NUM_SPARSE} categorical features")
@@ -118,12 +118,12 @@ class CriteoBatches:
         limit = self._limits[feature]
         if (largest := values.max()) >= limit or (smallest := values.min()) < 0:
             wrong = largest if largest >= limit else smallest
-            raise DataError(f"{path}: feature cat_{feature} has id {wrong}, allowed are 0 .. {limit - 1} (its table's rows)")
+            raise DataError(
+                f"{path}: feature cat_{feature} has id {wrong}, allowed are 0 .. {limit - 1} (its table's rows)"
+            )
 
     def _check_limits(self, largest: np.ndarray, where: str) -> None:
         wrong = np.flatnonzero(largest >= self._limits)
         if len(wrong):
             text = ", ".join(f"cat_{i} has id {largest[i]} but {self._limits[i]} rows" for i in wrong)  # type: ignore[index]
-            raise DataError(
-                f"{where}: {text}; give the model more rows, or prepare with --max-rows or --hash-rows"
-            )
+            raise DataError(f"{where}: {text}; give the model more rows, or prepare with --max-rows or --hash-rows")

@@ -24,8 +24,8 @@ from trainers.data.pool import ordered_map
 from trainers.data.tsv import log_transform
 
 KAGGLE_ROWS = [
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173,
-    4, 7046547, 18, 15, 286181, 105, 142572,
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 ]  # fmt: skip
 BLOCK = 1 << 16  # samples of one random stream
 BAYES_BLOCKS = 16  # 1,048,576 samples stand for the distribution, whatever the file's size
@@ -140,7 +140,7 @@ class ClickModel:
 
 
 def zipf(uniform: np.ndarray, n: int, exponent: float) -> np.ndarray:
-    """uint32 ranks 0 .. n - 1, rank k with weight close to (k + 1) ** -exponent, from uniform [0, 1) (exponent > 1)."""
+    """uint32 ranks 0 .. n - 1, rank k of weight about (k + 1) ** -exponent (not 1), from uniform [0, 1)."""
     power = 1 - exponent
     rank = (1 - uniform * (1 - (n + 1.0) ** power)) ** (1 / power)
     return np.minimum(rank.astype(np.int64) - 1, n - 1).astype(np.uint32)

@@ -25,7 +25,7 @@ class GrowingArray:
 
     def __init__(self, path: Path, dtype: type, row_shape: tuple[int, ...], rows: int):
         self._dtype, self._row_shape = np.dtype(dtype), row_shape
-        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115: closed by `close`
+        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 (closed by `close`)
         size = HEADER_BYTES + rows * self._dtype.itemsize * int(np.prod(row_shape))
         if rows and os.fstat(self._file.fileno()).st_size < size:
             raise OSError(f"{path} is shorter than the {rows} rows it should hold; prepare again with --overwrite")
@@ -34,7 +34,7 @@ class GrowingArray:
         self.rows = rows
 
     def append(self, array: np.ndarray) -> None:
-        assert array.dtype == self._dtype and array.shape[1:] == self._row_shape, (array.dtype, array.shape)
+        assert (array.dtype, array.shape[1:]) == (self._dtype, self._row_shape), (array.dtype, array.shape)
         self._file.write(np.ascontiguousarray(array).data)
         self.rows += len(array)
 
@@ -52,7 +52,7 @@ class GrowingArray:
 
 def read_rows(path: Path, dtype: type, start: int, stop: int) -> np.ndarray:
     """Rows of a one-dimensional GrowingArray, read (not mapped, so that resident memory stays what is asked for)."""
-    array = np.fromfile(path, dtype, stop - start, offset=HEADER_BYTES + start * np.dtype(dtype).itemsize)
+    array: np.ndarray = np.fromfile(path, dtype, stop - start, offset=HEADER_BYTES + start * np.dtype(dtype).itemsize)
     if len(array) != stop - start:
         raise OSError(f"{path} is shorter than the {stop} rows it should hold; prepare again with --overwrite")
     return array

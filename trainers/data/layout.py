@@ -1,10 +1,10 @@
 """The on-disk layout shared by who writes prepared data and who reads it: file names, `meta.json`, and the splits.
 
-    day_<i>_dense.npy             float32 [n, 13]   log(max(x, -2) + 3), missing x = 0
-    day_<i>_sparse.npy            int32   [n, 26]   ids
-    day_<i>_labels.npy            int32   [n, 1]    0 or 1
-    day_<i>_sparse_multi_hot.npz  arrays "0" .. "25", int [n, hot_i]; MLPerf's, read but never written here
-    meta.json                     what the arrays hold; written last, so its presence means "complete"
+day_<i>_dense.npy             float32 [n, 13]   log(max(x, -2) + 3), missing x = 0
+day_<i>_sparse.npy            int32   [n, 26]   ids
+day_<i>_labels.npy            int32   [n, 1]    0 or 1
+day_<i>_sparse_multi_hot.npz  arrays "0" .. "25", int [n, hot_i]; MLPerf's, read but never written here
+meta.json                     what the arrays hold; written last, so its presence means "complete"
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def days_in(directory: Path) -> list[int]:
     found = sorted(int(m[1]) for p in directory.iterdir() if (m := re.fullmatch(r"day_(\d+)_labels\.npy", p.name)))
     if found != list(range(len(found))):
         missing = sorted(set(range(found[-1])) - set(found))
-        raise DataError(f"{directory}: days {missing} are missing (found {found}); days are numbered from 0 without gaps")
+        raise DataError(
+            f"{directory}: days {missing} are missing (found {found}); days are numbered from 0 without gaps"
+        )
     return found
 
 

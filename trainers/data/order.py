@@ -1,4 +1,4 @@
-"""Which samples make up the global batch of a step: a pure function of seed and step, the same for any number of ranks."""
+"""Which samples make up the global batch of a step: a function of seed and step alone, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def rank_range(samples: int, rank: int, world: int) -> tuple[int, int]:
 class SampleOrder:
     """An order of `samples` rows, drawn anew each epoch.
 
-    Shuffled means: blocks of 1024 neighbouring rows are permuted, and the rows of each window of 64 blocks are permuted.
-    A window's rows are used by consecutive steps, so that a memory map reads each page once while it is wanted; any
+    Shuffled means: blocks of 1024 neighbouring rows are permuted, and then the rows of each window of 64 blocks. A
+    window's rows are used by consecutive steps, so that a memory map reads each page once while it is wanted; any
     position is found without replaying those before it.
     """
 

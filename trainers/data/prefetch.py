@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -20,34 +21,32 @@ class Prefetch(Generic[T]):
 
     def __init__(self, source: Iterator[T], ahead: int = 2):
         self._queue: queue.Queue = queue.Queue(ahead)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_fill, args=(source, self._queue, self._stop), name="prefetch", daemon=True
-        )
-        self._thread.start()
+        stop = threading.Event()
+        thread = threading.Thread(target=_fill, args=(source, self._queue, stop), name="prefetch", daemon=True)
+        # Also at exit: a daemon thread inside torch while the interpreter goes down can abort the process.
+        self._close = weakref.finalize(self, _end, stop, thread)
+        thread.start()
 
     def __iter__(self) -> Prefetch[T]:
         return self
 
     def __next__(self) -> T:
-        if self._stop.is_set():
+        if not self._close.alive:
             raise StopIteration
         item, error = self._queue.get()
-        if error is not None:
-            self.close()
-            raise error
-        if item is _END:
-            self.close()
-            raise StopIteration
-        return item
+        if error is None and item is not _END:
+            return item
+        self.close()
+        raise StopIteration if error is None else error
 
     def close(self) -> None:
-        self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._close()
 
-    def __del__(self) -> None:
-        self._stop.set()
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if threading.current_thread() is not thread:
+        thread.join()
 
 
 def _fill(source: Iterator, items: queue.Queue, stop: threading.Event) -> None:
@@ -65,5 +64,5 @@ def _fill(source: Iterator, items: queue.Queue, stop: threading.Event) -> None:
             if stop.is_set():
                 return
         put((_END, None))
-    except BaseException as error:  # noqa: BLE001: it belongs to whoever iterates
+    except BaseException as error:  # it belongs to whoever iterates
         put((None, error))

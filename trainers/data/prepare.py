@@ -14,8 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from fractions import Fraction
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,47 +33,18 @@ from trainers.data.layout import (
     Range,
     array_path,
     read_meta,
-    split_ranges,
     write_json,
     write_meta,
 )
+from trainers.data.options import PrepareOptions
 from trainers.data.pool import ordered_map
-from trainers.data.tsv import parse_block, read_blocks
+from trainers.data.tsv import BadLine, parse_block, read_blocks
 
 MAP_BLOCK_ROWS = 1 << 16
 COUNT_BLOCK_ROWS = 1 << 20
 MAX_EXAMPLES = 20  # malformed lines quoted in meta.json
 
 Progress = Callable[[str, int, int], None]  # phase, done, total
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What decides the arrays' content. Rows are one a feature, id 0 (missing, rare, unseen) included."""
-
-    min_count: int = 1  # a value seen less often has id 0
-    max_rows: list[int] = field(default_factory=lambda: [40_000_000] * NUM_SPARSE)
-    hash_rows: list[int] | None = None  # no maps: ids are 1 + value mod (rows - 1)
-    count_from: str = "train"  # train | all: the rows whose values get ids
-    fractions: list[str] | None = None  # train, val, test; None: the last day (or last seventh) is held out
-
-    def __post_init__(self) -> None:
-        for name, rows in (("max_rows", self.max_rows), ("hash_rows", self.hash_rows)):
-            if rows is not None and (len(rows) != NUM_SPARSE or min(rows) < 2 or max(rows) >= 1 << 31):
-                raise DataError(f"{name}: {NUM_SPARSE} numbers from 2 to 2^31 - 1 are needed, not {rows}")
-        if self.min_count < 1:
-            raise DataError(f"min_count: {self.min_count}, allowed is 1 or more")
-        if self.hash_rows is not None and self.min_count > 1:
-            raise DataError("hash_rows and min_count exclude each other: hashing counts nothing")
-        if self.count_from not in ("train", "all"):
-            raise DataError(f"count_from: {self.count_from!r}, allowed are train and all")
-        if self.fractions is not None:
-            shares = [Fraction(f) for f in self.fractions]
-            if len(shares) != 3 or min(shares) < 0 or sum(shares) != 1:
-                raise DataError(f"fractions: {', '.join(self.fractions)}; three shares that add up to 1 are needed")
-
-    def splits(self, samples: list[int]) -> dict[str, list[Range]]:
-        return split_ranges(samples, None if self.fractions is None else tuple(map(Fraction, self.fractions)))
 
 
 def prepare(
@@ -135,7 +105,7 @@ class _Preparation:
         self.sources, self.directory, self.options, self.progress = sources, directory, options, progress
         self.work = directory / ".prepare"
         self.maps = directory / "maps"
-        self.described = [
+        self.described: list[dict[str, Any]] = [
             {"file": s.name, "bytes": s.stat().st_size, "mtime_ns": s.stat().st_mtime_ns} for s in sources
         ]
         self.days = [_Day() for _ in sources]
@@ -164,7 +134,9 @@ class _Preparation:
             state = json.loads((self.work / "state.json").read_text())
         except FileNotFoundError:
             if found := sorted(p.name for p in self.directory.glob("day_*.np?")):
-                message = f"{self.directory} holds {found[0]} ... which this command did not write; --overwrite replaces them"
+                message = (
+                    f"{self.directory} holds {found[0]} ... which this command did not write; --overwrite replaces them"
+                )
                 raise DataError(message) from None
             self.work.mkdir(exist_ok=True)
             return
@@ -214,7 +186,7 @@ class _Preparation:
                 blocks = read_blocks(source, block_bytes, day.offset, day.line)
                 for block, (rows, bad) in ordered_map(self.pool, parse_block, blocks, 2 * self.workers):
                     for line in bad:
-                        self._bad_line(f"{source}:{line.line}: {line.reason}", max_bad_lines)
+                        self._bad_line(source, line, max_bad_lines)
                     dense.append(rows.dense)
                     labels.append(rows.labels[:, None])
                     missing.append(rows.missing)
@@ -235,13 +207,13 @@ class _Preparation:
             before += self.described[i]["bytes"]
             self.progress("parse", before, total)
 
-    def _bad_line(self, message: str, allowed: int) -> None:
+    def _bad_line(self, source: Path, bad: BadLine, allowed: int) -> None:
         self.bad_count += 1
         if len(self.bad_examples) < MAX_EXAMPLES:
-            self.bad_examples.append(message)
+            self.bad_examples.append(f"{source.name}:{bad.line}: {bad.reason}")
         if self.bad_count > allowed:
-            seen = f"malformed line number {self.bad_count}, " if allowed else ""
-            raise DataError(f"{message} ({seen}--max-bad-lines {allowed}: a higher limit leaves such lines out)")
+            limit = f"{self.bad_count} malformed lines so far, at most {allowed} are allowed by" if allowed else "see"
+            raise DataError(f"{source}:{bad.line}: {bad.reason} ({limit} --max-bad-lines)")
 
     @property
     def samples(self) -> list[int]:
@@ -367,4 +339,4 @@ def _synthetic(sources: list[Path]) -> tuple[bool, float | None]:
     """Whether any source is generated, and the Bayes AUC if all are, from one distribution."""
     found = [sidecar(source) or {} for source in sources]
     known = {about.get("bayes_auc") for about in found}
-    return any(about.get("synthetic") for about in found), known.pop() if len(known) == 1 else None
+    return any(bool(about.get("synthetic")) for about in found), known.pop() if len(known) == 1 else None

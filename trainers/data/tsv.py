@@ -1,7 +1,7 @@
 """Criteo TSV to columns: a label, 13 integers, 26 hexadecimal strings; tab separated, fields may be empty.
 
-pyarrow parses. What it cannot parse, or would read more generously than the format allows, goes line by line through one
-regular expression instead, which finds the offending lines and says what is wrong with them.
+pyarrow parses. What it cannot parse, or would read more generously than the format allows, goes line by line through
+one regular expression instead, which finds the offending lines and says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def _parse(data: bytes) -> Rows | None:
         try:
             table = pyarrow.csv.read_csv(
                 pa.BufferReader(data),
-                read_options=pyarrow.csv.ReadOptions(
-                    column_names=_NAMES, use_threads=False, block_size=len(data) + 1
-                ),
+                read_options=pyarrow.csv.ReadOptions(column_names=_NAMES, use_threads=False, block_size=len(data) + 1),
                 parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
                 convert_options=pyarrow.csv.ConvertOptions(
                     column_types=_types(category), null_values=[""], strings_can_be_null=True
@@ -225,7 +223,9 @@ def _reason(line: bytes) -> str:
         return f"label {_shown(fields[0])}, allowed are 0 and 1"
     for i, text in enumerate(fields[1 : 1 + NUM_DENSE], 1):
         if not re.fullmatch(rb"(-?0*[0-9]{1,%d})?" % _INT_DIGITS, text):
-            return f"integer feature {i} is {_shown(text)}, allowed is an integer of up to {_INT_DIGITS} digits or empty"
+            return (
+                f"integer feature {i} is {_shown(text)}, allowed is an integer of up to {_INT_DIGITS} digits or empty"
+            )
     for i, text in enumerate(fields[1 + NUM_DENSE :], 1):
         if not re.fullmatch(rb"[0-9a-fA-F]*", text):
             return f"category {i} is {_shown(text)}, allowed are hexadecimal digits or empty"

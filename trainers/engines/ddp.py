@@ -150,12 +150,10 @@ def _is_fused(config: RunConfig) -> bool:
 
 def _sharder(config: RunConfig) -> EmbeddingBagCollectionSharder:
     optim = config.optim
-    params: dict[str, Any] = {
-        "optimizer": IN_BACKWARD[optim.name],
-        "learning_rate": optim.lr,
-        "eps": optim.eps,
-        "bounds_check_mode": BoundsCheckMode.FATAL,
-    }
+    params: dict[str, Any] = {}
+    if optim.in_backward:
+        params = {"optimizer": IN_BACKWARD[optim.name], "learning_rate": optim.lr, "eps": optim.eps}
+        params["bounds_check_mode"] = BoundsCheckMode.FATAL
     if config.model.embedding_dtype == "fp16":
         params["output_dtype"] = SparseType.FP16  # dtype in, dtype out, in both modes
     if _is_fused(config):

@@ -43,7 +43,7 @@ class WandbLogger:
         self.run_id: str | None = None
 
     def start(self, config: Mapping[str, Any], run_id: str | None = None) -> None:
-        """Raises RuntimeError where W&B is asked to be online and has no key, or its server does not answer."""
+        """Raises RuntimeError where W&B is asked to be online and has no key, or it does not start."""
         if self._mode == "online" and not has_key():
             raise RuntimeError(
                 "logger.wandb_mode=online needs a W&B key and none is configured: run `wandb login`, set "
@@ -66,10 +66,9 @@ class WandbLogger:
                 resume="allow" if self._mode == "online" and run_id else None,
                 settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off"),
             )
-        except wandb.errors.CommError as error:
-            raise RuntimeError(
-                f"W&B's server did not answer ({error}); logger.wandb_mode=offline needs none"
-            ) from error
+        except wandb.errors.Error as error:
+            reason = str(error).splitlines()[0]
+            raise RuntimeError(f"W&B did not start: {reason}; logger.wandb_mode=offline needs no server") from error
         self.run_id = self._run.id
         self._run.define_metric(STEP_METRIC)
         for kind in ("train", "eval"):

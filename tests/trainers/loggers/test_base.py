@@ -28,14 +28,19 @@ class Recorder:
 
 def test_an_exception_finishes_every_logger_as_failed():
     recorders = [Recorder(), Recorder(run_id="abc")]
-    with pytest.raises(ZeroDivisionError), Loggers(recorders) as loggers:
-        loggers.start({"a": 1}, "abc")
-        loggers.log({"event": "train"})
-        assert loggers.run_id == "abc"
-        1 / 0  # noqa: B018
+
+    def fail():
+        with Loggers(recorders) as loggers:
+            loggers.start({"a": 1}, "abc")
+            loggers.log({"event": "train"})
+            assert loggers.run_id == "abc"
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
     for recorder in recorders:
         assert [call[0] for call in recorder.calls] == ["start", "log", "finish"]
-        assert recorder.calls[-1] == ("finish", "failed", "ZeroDivisionError: division by zero", None)
+        assert recorder.calls[-1] == ("finish", "failed", "OSError: no space", None)
 
 
 def test_finish_happens_once():

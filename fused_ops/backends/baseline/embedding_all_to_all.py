@@ -1,0 +1,86 @@
+"""Embedding, then All-to-All by the collective library, then a reorder: what users have today, and what fusing is to beat.
+
+Lookups and updates are FBGEMM's kernels over the same tables and states. Where FBGEMM is missing or cannot, torch's do the
+work; `fused_ops.counters()` has ("embedding_all_to_all_kernels", "fbgemm" | "torch", reason).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from fused_ops.backends.baseline import embedding_fbgemm, embedding_torch
+from fused_ops.backends.baseline.embedding_values import Lookups
+from fused_ops.counters import count
+from fused_ops.embedding_columns import pack, received_sizes, reorder, sent_sizes
+from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
+from fused_ops.symmetric.group import GroupContext
+
+
+def embedding_all_to_all(
+    inputs: EmbeddingInputs, optimizer: OptimizerInputs, group: GroupContext, channel: int
+) -> Tensor:
+    """See `fused_ops.embedding_all_to_all`; `channel` means nothing here."""
+    lookups = Lookups(inputs)
+    optimizer.check(inputs.tables)
+    layout = inputs.layout
+    pooled = _kernels(lookups).pool(lookups)
+    received = _exchange(pooled.view(-1), sent_sizes(layout, group.rank), received_sizes(layout, group.rank), group)
+    return reorder(received, layout, group.rank)
+
+
+def embedding_all_to_all_gradient(
+    grad: Tensor, inputs: EmbeddingInputs, average: bool, group: GroupContext, channel: int
+) -> tuple[Tensor, Tensor]:
+    """See `fused_ops.embedding_all_to_all._gradient`. FBGEMM sorts inside its update, so the order is left empty."""
+    inputs.check()
+    inputs.check_gradient(grad)
+    layout = inputs.layout
+    packed = pack(grad, layout, group.rank)
+    received = _exchange(packed, received_sizes(layout, group.rank), sent_sizes(layout, group.rank), group)
+    if average:
+        received.div_(group.world)
+    return received.view(layout.global_batch, inputs.local_dim), inputs.indices.new_empty(inputs.indices.shape, dtype=torch.int64)
+
+
+def embedding_update(
+    grad: Tensor, order: Tensor, inputs: EmbeddingInputs, optimizer: OptimizerInputs, weight_gradient: bool
+) -> Tensor:
+    """See `fused_ops.embedding_all_to_all._update`."""
+    lookups = Lookups(inputs)
+    optimizer.check(inputs.tables)
+    kernels = _kernels(lookups)
+    weights_grad = _weights_grad(kernels, lookups, grad, weight_gradient)
+    kernels.update(lookups, grad, optimizer)
+    return weights_grad
+
+
+def embedding_gradients(
+    grad: Tensor, order: Tensor, inputs: EmbeddingInputs, wanted: Sequence[int], weight_gradient: bool
+) -> list[Tensor]:
+    """See `fused_ops.embedding_all_to_all._gradients`."""
+    lookups = Lookups(inputs)
+    kernels = _kernels(lookups)
+    return [*kernels.dense_gradients(lookups, grad, wanted), _weights_grad(kernels, lookups, grad, weight_gradient)]
+
+
+def _weights_grad(kernels: ModuleType, lookups: Lookups, grad: Tensor, wanted: bool) -> Tensor:
+    return kernels.weights_gradient(lookups, grad) if wanted else torch.empty(0, dtype=torch.float32, device=grad.device)
+
+
+def _kernels(lookups: Lookups) -> ModuleType:
+    problem = embedding_fbgemm.why_not(lookups)
+    count(f"{OPERATOR}_kernels", "torch" if problem else "fbgemm", problem or "baseline")
+    return embedding_torch if problem else embedding_fbgemm
+
+
+def _exchange(input: Tensor, send: list[int], receive: list[int], group: GroupContext) -> Tensor:
+    output = input.new_empty(sum(receive))
+    process_group = distributed_c10d._resolve_process_group(group.name)
+    dist.all_to_all_single(output, input, receive, send, group=process_group)
+    return output

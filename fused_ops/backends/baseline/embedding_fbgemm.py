@@ -1,0 +1,223 @@
+"""FBGEMM's table-batched CPU kernels, the ones behind SplitTableBatchedEmbeddingBagsCodegen, over the caller's own tables.
+
+Features whose tables lie in one storage (as TorchRec allocates them) are one kernel call; tables allocated one by one are
+one call each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_ops.backends.baseline.embedding_values import Lookups
+from fused_ops.embedding_inputs import OptimizerInputs
+
+OUTPUT_DTYPES = {torch.float32: 0, torch.float16: 1}  # FBGEMM's SparseType
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        import fbgemm_gpu  # noqa: F401
+
+        torch.ops.fbgemm.split_embedding_codegen_forward_cpu  # noqa: B018
+    except (ImportError, OSError, AttributeError) as error:
+        return f"FBGEMM cannot be used: {error}".split("\n")[0]
+    return None
+
+
+def why_not(lookups: Lookups) -> str | None:
+    """Why these kernels cannot take the lookups; None when they can."""
+    tables = lookups.feature_tables
+    if lookups.inputs.dtype not in OUTPUT_DTYPES:
+        return f"FBGEMM's CPU kernels do not take {lookups.inputs.dtype}"
+    if lookups.inputs.indices.device.type != "cpu":
+        return f"only FBGEMM's CPU kernels are bound, tensors are on {lookups.inputs.indices.device}"
+    if any(a > b for a, b in itertools.pairwise(tables)):
+        return "FBGEMM wants the features of a table side by side"
+    return _missing()
+
+
+@dataclass
+class Run:
+    """Features [first, last), whose tables share one storage, as FBGEMM's arguments."""
+
+    first: int
+    last: int
+    weights: Tensor
+    weights_offsets: Tensor
+    D_offsets: Tensor
+    columns: slice
+    max_D: int
+    hash_size_cumsum: Tensor
+    total_hash_size_bits: int
+    indices: Tensor
+    offsets: Tensor
+    indice_weights: Tensor
+    pooling_mode: int
+
+    @property
+    def total_D(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    def tables(self) -> tuple:
+        return self.weights, self.weights_offsets, self.D_offsets
+
+
+def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
+    """Runs of features whose tables, and states where given, share one storage."""
+
+    def storage(f: int) -> tuple[int, ...]:
+        t = lookups.feature_tables[f]
+        return tuple(x.untyped_storage().data_ptr() for x in (lookups.tables[t], *([states[t]] if states else [])))
+
+    column = 0
+    for _, group in itertools.groupby(range(len(lookups.feature_tables)), key=storage):
+        features = list(group)
+        first, last = features[0], features[-1] + 1
+        tables = [lookups.tables[lookups.feature_tables[f]] for f in features]
+        placed = tuple(t.storage_offset() for t in tables)
+        dims, rows = tuple(t.shape[1] for t in tables), tuple(t.shape[0] for t in tables)
+        distinct = tuple(lookups.feature_tables[f] for f in features)
+        weights_offsets, D_offsets, hash_size_cumsum, bits = _metadata(placed, dims, rows, distinct)
+        lookup_range = slice(lookups.bounds[first], lookups.bounds[last]) if lookups.batch else slice(0, 0)
+        offsets = lookups.offsets[first * lookups.batch : last * lookups.batch + 1]
+        no_weights = torch.empty(0, dtype=torch.float32)
+        yield Run(
+            first,
+            last,
+            flat(tables[0]),
+            weights_offsets,
+            D_offsets,
+            slice(column, column + sum(dims)),
+            max(dims),
+            hash_size_cumsum,
+            bits,
+            lookups.indices[lookup_range],
+            offsets if first == 0 else offsets - lookups.bounds[first],
+            no_weights if lookups.weights is None else lookups.weights[lookup_range].contiguous(),
+            int(lookups.mean),
+        )
+        column += sum(dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _metadata(
+    placed: tuple[int, ...], dims: tuple[int, ...], rows: tuple[int, ...], tables: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(weights_offsets, D_offsets, hash_size_cumsum, total_hash_size_bits); features of one table share its entries."""
+    cumsum, total, of_table = [], 0, {}
+    for t, r in zip(tables, rows, strict=True):
+        if t not in of_table:
+            of_table[t] = total
+            total += r
+        cumsum.append(of_table[t])
+    return (
+        torch.tensor(placed, dtype=torch.int64),
+        torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32),
+        torch.tensor([*cumsum, total], dtype=torch.int64),
+        max(total, 1).bit_length(),
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Its whole storage, 1-D."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def pool(lookups: Lookups) -> Tensor:
+    """[B, D], features side by side."""
+    parts = [
+        torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
+            *run.tables(),
+            run.total_D,
+            run.hash_size_cumsum,
+            run.indices,
+            run.offsets,
+            run.pooling_mode,
+            run.indice_weights,
+            OUTPUT_DTYPES[run.weights.dtype],
+        )
+        for run in _runs(lookups)
+        if lookups.batch
+    ]
+    if not parts:
+        return lookups.indices.new_empty((lookups.batch, lookups.inputs.local_dim), dtype=lookups.inputs.dtype)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def weights_gradient(lookups: Lookups, grad: Tensor) -> Tensor:
+    """[nnz] float32."""
+    parts = []
+    for run in _runs(lookups):
+        part = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
+            grad[:, run.columns].contiguous(), *run.tables(), run.indices, run.offsets, torch.ones(run.last - run.first, dtype=torch.int32)
+        )
+        if run.pooling_mode:
+            lengths = run.offsets.diff()
+            part = part / torch.repeat_interleave(lengths, lengths)
+        parts.append(part)
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def dense_gradients(lookups: Lookups, grad: Tensor, wanted: Sequence[int]) -> list[Tensor]:
+    """One gradient of the table's shape and dtype for each wanted table."""
+    dense: dict[int, Tensor] = {}
+    for run in _runs(lookups):
+        flat_grad = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
+            grad[:, run.columns].contiguous(),
+            *run.tables(),
+            run.max_D,
+            run.hash_size_cumsum,
+            run.total_hash_size_bits,
+            run.indices,
+            run.offsets,
+            run.pooling_mode,
+            run.indice_weights,
+        )
+        for t in set(lookups.feature_tables[run.first : run.last]):
+            table = lookups.tables[t]
+            dense[t] = flat_grad.view(-1)[table.storage_offset() :][: table.numel()].view(table.shape)
+    return [dense[t] if t in dense else torch.zeros_like(lookups.tables[t]) for t in wanted]
+
+
+def update(lookups: Lookups, grad: Tensor, optimizer: OptimizerInputs) -> None:
+    """Apply the optimizer to the distinct rows, in place."""
+    for run in _runs(lookups, optimizer.states):
+        arguments = (
+            grad[:, run.columns].contiguous(),
+            run.weights,
+            torch.zeros(run.last - run.first, dtype=torch.int32),
+            run.weights_offsets,
+            run.D_offsets,
+            run.max_D,
+            run.hash_size_cumsum,
+            run.total_hash_size_bits,
+            run.indices,
+            run.offsets,
+            run.pooling_mode,
+            run.indice_weights,
+            False,  # stochastic rounding
+        )
+        output_dtype = OUTPUT_DTYPES[run.weights.dtype]
+        if optimizer.kind == "sgd":
+            torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(
+                *arguments, optimizer.learning_rate, output_dtype=output_dtype
+            )
+            continue
+        states = [optimizer.states[t] for t in lookups.feature_tables[run.first : run.last]]
+        momentum = (
+            flat(states[0]),
+            torch.zeros(len(states), dtype=torch.int32),
+            torch.tensor([s.storage_offset() for s in states], dtype=torch.int64),
+        )
+        backward = {
+            "adagrad": torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu,
+            "rowwise_adagrad": torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu,
+        }[optimizer.kind]
+        backward(*arguments, *momentum, optimizer.learning_rate, optimizer.eps, output_dtype=output_dtype)

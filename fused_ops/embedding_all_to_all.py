@@ -1,0 +1,278 @@
+"""Pooled embedding lookups fused with the All-to-All that takes them to the ranks that own the samples.
+
+Per rank (W ranks; F local features over T local tables; B = sum(batch_sizes) samples in all, b of them here; D = the local
+features' summed width; total_dim columns over all ranks):
+
+    forward     lookups [B, D] of the global batch, stored by the kernel into the outputs [b, total_dim] of all ranks
+    backward    `embedding_all_to_all_gradient`: output gradient [b, total_dim] -> All-to-All -> [B, D] on the table owners
+                `embedding_update` (optimizer in backward) or `embedding_gradients` (plain): local, tables and states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from fused_ops.dispatch import choose
+from fused_ops.effects import register_ordered
+from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
+from fused_ops.embedding_layout import EmbeddingLayout, FusedOptimizer
+from fused_ops.symmetric.group import context, group_name
+
+# Keeps the graph connected on a rank without tables, and where the tables are no leaves: every rank runs backward.
+_ANCHOR = torch.zeros(0, requires_grad=True)
+
+
+def embedding_all_to_all(
+    tables: Sequence[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    layout: EmbeddingLayout,
+    *,
+    feature_tables: Sequence[int] | None = None,
+    pooling: str = "sum",
+    per_sample_weights: Tensor | None = None,
+    optimizer: FusedOptimizer | None = None,
+    average_over_ranks: bool = True,
+    out_of_range: str = "error",
+    group: dist.ProcessGroup | str | None = None,
+    channel: int = 0,
+    comm: str = "fused",
+    require_fused: bool = False,
+) -> Tensor:
+    """Look up this rank's tables for the whole batch and return the pooled rows of this rank's samples, all features.
+
+    tables: T shards [rows_t, dim_t] of layout.dtype, contiguous. In backward the optimizer changes them in place; without
+        one, those that require grad get a dense gradient.
+    indices: [nnz] int32 or int64. offsets: [F * B + 1] int32 or int64, feature-major: bag (f, b) is
+        indices[offsets[f * B + b] : offsets[f * B + b + 1]]; may be empty, which gives zeros.
+    layout: equal on all ranks; see EmbeddingLayout.
+    feature_tables: the table that each local feature looks up; None = feature f looks up table f.
+    pooling: "sum", or "mean" (over the bag's length).
+    per_sample_weights: [nnz] float32 factors of the rows; differentiable.
+    optimizer: applied in backward; it reads its learning rate then. Two calls in flight on one table update it one after
+        the other, in the order of their backwards, each from the values it finds.
+    average_over_ranks: divide the output gradient by W, as TorchRec and DDP do. Equal on all ranks.
+    out_of_range: "error" names table and value; "clamp" to the nearest row; "hash" takes the index modulo the rows.
+    channel: calls on one channel of a group are issued in the same order on every rank.
+    comm: "fused", "baseline" (FBGEMM or torch, then `all_to_all_single`), "unfused" (the fused backend's lookups, then its
+        All-to-All, then a reorder), or a backend's name.
+    returns [b, total_dim] of layout.dtype: the caller's, no later call changes it.
+
+    Inputs are never changed. Sums run in fp32 in a fixed order, whatever the number of threads. Backward happens on every
+    rank or on none.
+
+    Raises ValueError before anything is sent for what this rank or the comparison with the others shows to be wrong (the
+    others then raise PeerAbortedError); PeerTimeoutError, PeerLostError, PeerAbortedError; BackendUnavailableError under
+    `require_fused`.
+    """
+    if optimizer is not None:
+        tables = [table.detach() for table in tables]
+    return torch.ops.fused_ops.embedding_all_to_all(
+        _ANCHOR,
+        list(tables),
+        indices,
+        offsets,
+        per_sample_weights,
+        None if feature_tables is None else list(feature_tables),
+        layout.encoded,
+        layout.dtype,
+        pooling,
+        out_of_range,
+        "none" if optimizer is None else optimizer.kind,
+        [] if optimizer is None else optimizer.states,
+        None if optimizer is None else optimizer.learning_rate_tensor,
+        0.0 if optimizer is None else optimizer.eps,
+        average_over_ranks,
+        group_name(group),
+        channel,
+        comm,
+        require_fused,
+    )
+
+
+@torch.library.custom_op("fused_ops::embedding_all_to_all", mutates_args=())
+def _embedding_all_to_all(
+    anchor: Tensor,
+    tables: Sequence[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    feature_tables: Sequence[int] | None,
+    layout: Sequence[int],
+    dtype: torch.dtype,
+    pooling: str,
+    out_of_range: str,
+    optimizer: str,
+    states: Sequence[Tensor],
+    learning_rate: Tensor | None,
+    eps: float,
+    average_over_ranks: bool,
+    group: str,
+    channel: int,
+    comm: str,
+    require_fused: bool,
+) -> Tensor:
+    ctx = context(group)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx)
+    inputs = EmbeddingInputs(
+        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
+    )
+    return backend.embedding_all_to_all(inputs, OptimizerInputs(optimizer, states, learning_rate, eps), ctx, channel)
+
+
+@_embedding_all_to_all.register_fake
+def _(anchor, tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, *rest):
+    group = rest[7]
+    rank = distributed_c10d._resolve_process_group(group).rank()
+    return indices.new_empty((layout[2 + rank], layout[1]), dtype=dtype)
+
+
+@torch.library.custom_op("fused_ops::embedding_all_to_all_gradient", mutates_args=())
+def _gradient(
+    grad: Tensor,
+    tables: Sequence[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    feature_tables: Sequence[int] | None,
+    layout: Sequence[int],
+    dtype: torch.dtype,
+    pooling: str,
+    out_of_range: str,
+    average_over_ranks: bool,
+    group: str,
+    channel: int,
+    comm: str,
+    require_fused: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output gradient [b, total_dim] -> ([B, D] on the table owners, the lookups in order of their row [nnz] int64)."""
+    ctx = context(group)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradient")
+    inputs = EmbeddingInputs(
+        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
+    )
+    return backend.embedding_all_to_all_gradient(grad, inputs, average_over_ranks, ctx, channel)
+
+
+@_gradient.register_fake
+def _(grad, tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, *rest):
+    rank = distributed_c10d._resolve_process_group(rest[3]).rank()
+    world = layout[0]
+    counts = layout[2 + world : 2 + 2 * world]
+    first = 2 + 2 * world + sum(counts[:rank])
+    local_dim = sum(layout[first : first + counts[rank]])
+    return grad.new_empty((sum(layout[2 : 2 + world]), local_dim)), indices.new_empty(indices.shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("fused_ops::embedding_update", mutates_args=("tables", "states"))
+def _update(
+    grad: Tensor,
+    order: Tensor,
+    tables: Sequence[Tensor],
+    states: Sequence[Tensor],
+    learning_rate: Tensor,
+    eps: float,
+    optimizer: str,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    feature_tables: Sequence[int] | None,
+    layout: Sequence[int],
+    dtype: torch.dtype,
+    pooling: str,
+    out_of_range: str,
+    weight_gradient: bool,
+    group: str,
+    comm: str,
+    require_fused: bool,
+) -> Tensor:
+    """Apply the optimizer. Returns the gradient of per_sample_weights [nnz] (from the tables before the update), or [0]."""
+    ctx = context(group)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="update")
+    inputs = EmbeddingInputs(
+        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
+    )
+    return backend.embedding_update(grad, order, inputs, OptimizerInputs(optimizer, states, learning_rate, eps), weight_gradient)
+
+
+@_update.register_fake
+def _(grad, order, tables, states, learning_rate, eps, optimizer, indices, *rest):
+    weight_gradient = rest[7]
+    return indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("fused_ops::embedding_gradients", mutates_args=())
+def _gradients(
+    grad: Tensor,
+    order: Tensor,
+    tables: Sequence[Tensor],
+    wanted: Sequence[int],
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    feature_tables: Sequence[int] | None,
+    layout: Sequence[int],
+    dtype: torch.dtype,
+    pooling: str,
+    out_of_range: str,
+    weight_gradient: bool,
+    group: str,
+    comm: str,
+    require_fused: bool,
+) -> list[Tensor]:
+    """Dense gradients of the tables numbered in `wanted`, then the gradient of per_sample_weights ([nnz], or [0])."""
+    ctx = context(group)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradients")
+    inputs = EmbeddingInputs(
+        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
+    )
+    return backend.embedding_gradients(grad, order, inputs, wanted, weight_gradient)
+
+
+@_gradients.register_fake
+def _(grad, order, tables, wanted, indices, *rest):
+    weight_gradient = rest[7]
+    last = indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
+    return [*(torch.empty_like(tables[t]) for t in wanted), last]
+
+
+def _save(ctx, inputs, output):
+    _, ctx.tables, indices, offsets, weights, *rest = inputs
+    # Tables and states are not saved for backward: another call's backward may have updated them by then, rightly.
+    ctx.save_for_backward(indices, offsets, weights)
+    ctx.feature_tables, ctx.layout, ctx.dtype, ctx.pooling, ctx.out_of_range, *rest = rest
+    ctx.optimizer, ctx.states, ctx.learning_rate, ctx.eps, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused = rest
+
+
+def _backward(ctx, output_grad):
+    indices, offsets, weights = ctx.saved_tensors
+    lookups = (indices, offsets, weights, ctx.feature_tables, ctx.layout, ctx.dtype, ctx.pooling, ctx.out_of_range)
+    grad, order = torch.ops.fused_ops.embedding_all_to_all_gradient(
+        output_grad, ctx.tables, *lookups, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused
+    )
+    weight_gradient = weights is not None and ctx.needs_input_grad[4]
+    where = (ctx.group, ctx.comm, ctx.require_fused)
+    table_grads: list[Tensor | None] = [None] * len(ctx.tables)
+    if ctx.optimizer == "none":
+        wanted = [t for t, needed in enumerate(ctx.needs_input_grad[1]) if needed]
+        *dense, weights_grad = torch.ops.fused_ops.embedding_gradients(
+            grad, order, ctx.tables, wanted, *lookups, weight_gradient, *where
+        )
+        for t, table_grad in zip(wanted, dense, strict=True):
+            table_grads[t] = table_grad
+    else:
+        weights_grad = torch.ops.fused_ops.embedding_update(
+            grad, order, ctx.tables, ctx.states, ctx.learning_rate, ctx.eps, ctx.optimizer, *lookups, weight_gradient, *where
+        )
+    nothing = (None,) * 6
+    return None, table_grads, None, None, weights_grad if weight_gradient else None, *nothing, [None] * len(ctx.states), *nothing, None
+
+
+_embedding_all_to_all.register_autograd(_backward, setup_context=_save)
+register_ordered("fused_ops::embedding_all_to_all")
+register_ordered("fused_ops::embedding_all_to_all_gradient")

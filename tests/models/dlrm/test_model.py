@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from models.dlrm.model import build_dlrm, dense_parameter_count, table_parameter_count
+from tests.models.dlrm.plain import TABLES, PlainDLRM
+from tests.trainers import tiny
+
+
+def _unsharded(config):
+    torch.manual_seed(config.trainer.seed)
+    return build_dlrm(config.model, tables_device="cpu")
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcnv2"])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_equals_plain_torch(interaction, pooling, tmp_path):
+    config = tiny.config(tmp_path, model={"interaction": interaction, "pooling": pooling, "dcn_low_rank": 4})
+    model, plain = _unsharded(config), PlainDLRM(config)
+    for t, table in enumerate(plain.tables):
+        model.state_dict()[f"{TABLES}.table_{t}.weight"].copy_(table.weight.detach())
+    batch = tiny.global_batch(config.model, 0, 16)
+    torch.testing.assert_close(model(batch.dense, batch.sparse), plain(batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcnv2"])
+def test_an_empty_batch_gives_no_logits_and_zero_gradients(interaction, tmp_path):
+    config = tiny.config(tmp_path, model={"interaction": interaction, "dcn_low_rank": 4})
+    model = _unsharded(config)
+    batch = tiny.part(tiny.global_batch(config.model, 0, 4), 2, 2)
+    logits = model(batch.dense, batch.sparse)
+    assert logits.shape == (0,)
+    logits.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for n, p in model.named_parameters() if "arch.model" in n)
+
+
+def test_parameter_counts(tmp_path):
+    config = tiny.config(tmp_path).model
+    model = build_dlrm(config, tables_device="cpu")
+    assert dense_parameter_count(config) + table_parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_an_unknown_interaction_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model.interaction is 'cross'; allowed: dot, dcnv2"):
+        build_dlrm(tiny.config(tmp_path, model={"interaction": "cross"}).model)
