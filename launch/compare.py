@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.ranks < 1:
         parser.error(f"--ranks is {arguments.ranks}; it must be 1 or more")
     console = Console()

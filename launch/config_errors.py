@@ -5,14 +5,12 @@ Under torchrun every rank composes the same config and finds the same error; it 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -25,6 +23,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from launch.last_words import say
 from trainers.config import RunConfig
 from trainers.config_rules import ConfigError, did_you_mean
 
@@ -44,11 +43,7 @@ def stop(error: Exception) -> NoReturn:
     if rank != "0":
         time.sleep(LEAVE_TO_RANK_0_S)
         where = f" (rank {rank})"
-    message = explain(error)
-    print(f"launch.train: error{where}: {message}", file=sys.stderr, flush=True)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun's own report, the last thing on the screen, then names the reason instead of "exitcode: 2" alone.
-        Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    say(f"error{where}: {explain(error)}")
     sys.exit(2)
 
 

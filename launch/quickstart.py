@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MODES = ("baseline", "fused")
+INTERRUPT_GRACE_S = 60.0
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 class TrainingError(RuntimeError):
-    """A training run ended with a non-zero exit code."""
+    """A training run ended with a non-zero exit code, or was interrupted."""
 
 
 def train_both_modes(out: Path, ranks: int, overrides: Sequence[str] = ()) -> list[Path]:
@@ -32,11 +33,20 @@ def train_both_modes(out: Path, ranks: int, overrides: Sequence[str] = ()) -> li
         directory = batch / mode
         command = train_command(mode, ranks, directory, overrides)
         print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
-        code = subprocess.run(command, env=environment, cwd=CHECKOUT, check=False).returncode
+        code = _wait(subprocess.Popen(command, env=environment, cwd=CHECKOUT))
         if code:
             raise TrainingError(f"the {mode} run failed with exit code {code}; its records are in {directory}")
         directories.append(directory)
     return directories
+
+
+def _wait(job: subprocess.Popen[bytes]) -> int:
+    """Its exit code. On Ctrl-C, which torchrun gets too, the time to end its ranks before this process goes."""
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        job.wait(timeout=INTERRUPT_GRACE_S)
+        raise TrainingError("interrupted") from None
 
 
 def train_command(mode: str, ranks: int, directory: Path, overrides: Sequence[str]) -> list[str]:

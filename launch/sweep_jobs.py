@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from launch.last_words import find
+
 POLL_S = 0.1
-SAID = re.compile(r"launch\.train: (?:error: )?(.+)")  # how `launch.train` begins the line that says why it stops
 GRACE_S = 15.0  # for torchrun to stop its workers before everything is killed
 
 
@@ -56,9 +56,7 @@ class Job:
 
     def reason(self) -> str:
         """Why it failed, in a line, as far as the job itself said so."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        said = [match[1] for line in lines if (match := SAID.match(line))]
-        return said[0] if said else "see its log"
+        return find(self.log.read_text(errors="replace")) or "see its log"
 
 
 def run_all(jobs: Sequence[Job], ranks: int, max_parallel: int) -> None:

@@ -17,10 +17,10 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from launch.config_errors import CONFIG_ERRORS, stop, typed
+from launch.last_words import say
 from launch.run_directory import join_alone
 from trainers.config import RunConfig, register_schema
 
-FAILED = "launch.train: rank {rank} failed: "
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i")
 
@@ -39,21 +39,17 @@ def train(config: DictConfig) -> None:
 
 def _run(config: RunConfig, rank: int, world: int) -> int:
     try:
-        from torch.distributed.elastic.multiprocessing.errors import record
         from trainers.run import run
 
-        summary = record(run)(config, rank, world) or {}
+        run(config, rank, world)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        said = traceback.format_exception_only(error)[-1].strip()
-        print(f"{FAILED.format(rank=rank)}{said}\n{traceback.format_exc()}", file=sys.stderr)
+        # The last line is the note that names the rank that failed first, where there is one.
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        say(f"rank {rank} failed: {said}", traceback.format_exc())
         return 1
-    if summary.get("status") == "ok":
-        return 0
-    if rank == 0:
-        print(f"{FAILED.format(rank=rank)}{summary.get('reason')}", file=sys.stderr)
-    return 1
+    return 0
 
 
 def _leave(code: int) -> NoReturn:
@@ -74,7 +70,7 @@ def main() -> None:
     try:
         train()
     except KeyboardInterrupt:
-        print("launch.train: interrupted", file=sys.stderr)
+        say("interrupted")
         sys.exit(130)
     except (*CONFIG_ERRORS, ValueError) as error:
         if wants_traceback:

@@ -2,8 +2,8 @@
 
     losses = run_ranks(2, train_a_little, config)     # one return value a rank
 
-The function must live at the top level of a module, and its arguments and return value must pickle. It finds the default
-process group ready (`backend`, over a file store) and one torch thread a process.
+The function must live at the top level of a module, and its arguments and return value must pickle. It finds the
+default process group ready (`backend`, over a file store) and one torch thread a process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_ranks(
     """`function(*args)` on `world` ranks; the return values in rank order (None for a rank of `may_die` that died).
 
     On the first failure, or after `timeout` seconds, every rank is killed and RankError says what happened. A rank stays
-    alive, its process group too, until all have returned.
+    alive, with its process group, until all have returned. `backend=""` makes no process group.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         ranks = []

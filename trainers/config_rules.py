@@ -1,7 +1,7 @@
 """What the types of `trainers.config` cannot say: choices, ranges and pairs that make no sense together.
 
-`check(config)` raises one `ConfigError` for the first rule broken. It needs neither a process group nor, unless a GPU
-is asked for, torch, so a run with a bad config stops at once.
+`check(config)` raises one `ConfigError` for the first rule broken. It needs neither a process group nor
+torch, so a run with a bad config stops at once.
 """
 
 from __future__ import annotations
@@ -151,6 +151,10 @@ def _data(config: RunConfig) -> str | None:
         return f"data.path={data.path} means nothing with data=random, which reads no files; use data=criteo"
     if data.kind != "synthetic" and data.num_samples is not None:
         return f"data.num_samples={data.num_samples} is for data=synthetic only; data={data.kind} has no use for it"
+    if data.kind == "synthetic" and data.num_samples is None:
+        return "data.num_samples is needed with data=synthetic"
+    if data.kind == "synthetic" and model.multi_hot_sizes is not None:
+        return f"data=synthetic has one id a feature, and model {model.name} takes several; use data=random or criteo"
     if data.kind != "random" and (len(model.table_rows), model.num_dense) != (CRITEO_CATEGORIES, CRITEO_DENSE):
         return (
             f"data={data.kind} has {CRITEO_DENSE} dense and {CRITEO_CATEGORIES} categorical features, and model "
@@ -221,14 +225,12 @@ def _resume(config: RunConfig) -> str | None:
     return None
 
 
-def _gpu(config: RunConfig) -> str | None:
-    if config.trainer.device != "cuda" or config.dry_run:
-        return None
-    import torch
-
-    return (
-        None if torch.cuda.is_available() else "trainer.device=cuda, and torch sees no GPU here; use trainer.device=cpu"
-    )
+def _device(config: RunConfig) -> str | None:
+    if config.trainer.device != "cpu" and not config.dry_run:
+        return (
+            f"trainer.device={config.trainer.device} can't train yet, only be planned with dry_run=true; allowed: cpu"
+        )
+    return None
 
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
@@ -242,5 +244,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _plain_gradients,
     _schedule,
     _resume,
-    _gpu,
+    _device,
 )

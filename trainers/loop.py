@@ -86,7 +86,7 @@ def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None
             return None
         # Where data ends within a step, this empty batch closes it: its backward reduces what was accumulated.
         last = part == accumulate - 1 or here == 0
-        more = not last or (here > 0 and progress.step + 1 < config.trainer.steps)
+        more = not last or progress.step + 1 < config.trainer.steps
         if more:
             feed.fetch()
         logits = engine.forward(batch.dense, indices)

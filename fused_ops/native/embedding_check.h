@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <type_traits>
 
 #include "embedding_lookup.h"
 
@@ -32,13 +34,14 @@ template <class Index>
 Problem check_feature(const Lookups& l, int64_t f) {
   const auto* indices = static_cast<const Index*>(l.indices);
   const int64_t begin = l.offsets[f * l.batch], end = l.offsets[(f + 1) * l.batch], rows = l.rows(f);
-  Index low = 0, high = 0;
-#pragma omp simd reduction(min : low) reduction(max : high)
-  for (int64_t i = begin; i < end; ++i) {
-    low = std::min(low, indices[i]);
-    high = std::max(high, indices[i]);
-  }
-  if (begin == end || (low >= 0 && static_cast<int64_t>(high) < rows)) return {};
+  using Unsigned = std::make_unsigned_t<Index>;
+  const auto limit = static_cast<Unsigned>(std::min<int64_t>(rows, std::numeric_limits<Index>::max()));
+  Unsigned outside = 0;  // a negative index is a huge unsigned one
+  if (static_cast<int64_t>(limit) == rows)
+    for (int64_t i = begin; i < end; ++i) outside |= static_cast<Unsigned>(static_cast<Unsigned>(indices[i]) >= limit);
+  else
+    for (int64_t i = begin; i < end; ++i) outside |= static_cast<Unsigned>(indices[i] < 0);
+  if (!outside) return {};
   if (rows == 0) return {kNoRows, f, begin, static_cast<int64_t>(indices[begin])};
   for (int64_t i = begin; i < end; ++i)
     if (indices[i] < 0 || static_cast<int64_t>(indices[i]) >= rows) return {kOutOfRange, f, i, static_cast<int64_t>(indices[i])};

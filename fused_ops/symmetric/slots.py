@@ -17,7 +17,7 @@ from fused_ops.symmetric.segment import SharedSegment
 
 SMALLEST_SLOT = 1 << 16
 DEFAULT_BUDGET = 4 << 30
-MOST_SLOTS = 128  # each holds a file descriptor here and a mapping in every peer
+MOST_SLOTS = 64  # each costs two file descriptors here (mmap keeps its own) and a mapping in every peer
 
 
 class Slot:

@@ -121,7 +121,7 @@ def _line(row: Row, points: list[tuple[int, float]], colour: str) -> go.Scatter:
         name=row.label if row.run.status == "ok" else f"{row.label} ({row.run.status})",
         mode="lines",
         line={"color": colour, **style},
-        opacity=0.45 if row.is_baseline else 1.0,
+        opacity=0.55 if row.is_baseline else 1.0,
         hovertemplate="%{y:.6f}",
     )
 

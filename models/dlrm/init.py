@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +16,7 @@ CHUNK_ELEMENTS = 1 << 22  # bounds the memory of drawing a table that this rank 
 def fill_tables(weights: Mapping[str, torch.Tensor | ShardedTensor], seed: int) -> None:
     """Fill tables [rows, dim], whole or sharded, from uniform(-1/sqrt(rows), 1/sqrt(rows)), in place.
 
-    `weights` is keyed by the table's name.
+    `weights` is keyed by name.
     """
     for name, weight in weights.items():
         rows, dim = weight.size()
@@ -26,7 +26,9 @@ def fill_tables(weights: Mapping[str, torch.Tensor | ShardedTensor], seed: int) 
             slices = [(weight, (0, 0))]
         if not slices:
             continue
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        # torch's generator on the CPU takes 32 bits of a seed.
+        mixed = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest())
+        generator = torch.Generator().manual_seed(mixed)
         bound = 1 / math.sqrt(rows)
         step = max(1, CHUNK_ELEMENTS // dim)
         for first in range(0, rows, step):

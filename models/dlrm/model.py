@@ -125,7 +125,8 @@ def build_dlrm(config: DLRMConfig, tables_device: str = "meta") -> DLRM:
 
     `tables_device="meta"` leaves the tables without storage, for sharding; "cpu" makes a model for one process.
     """
-    collection = EmbeddingBagCollection(tables=embedding_tables(config), device=torch.device(tables_device))
+    with torch.random.fork_rng(devices=()):  # where the tables are must not change what the MLPs draw
+        collection = EmbeddingBagCollection(tables=embedding_tables(config), device=torch.device(tables_device))
     shape = {
         "embedding_bag_collection": collection,
         "dense_in_features": config.num_dense,

@@ -1,4 +1,4 @@
-"""`fused_ops.all_to_all` on the host backend: equal to the collective library, forward and backward, and its refusals."""
+"""`fused_ops.all_to_all` on the host backend: what it delivers, forward and backward, and what it refuses."""
 
 import contextlib
 
@@ -148,13 +148,13 @@ def test_lazily_conjugated_and_negated_inputs():
 def bad_inputs():
     x = torch.zeros(4, 2)
     cases = {
-        "scalar": dict(input=torch.tensor(1.0)),
-        "divide evenly": dict(input=torch.zeros(3, 2)),
-        "one entry a rank": dict(input=x, input_splits=[4], output_splits=[2, 2]),
-        "not be negative": dict(input=x, input_splits=[5, -1], output_splits=[2, 2]),
-        "sum to": dict(input=x, input_splits=[1, 2], output_splits=[2, 2]),
-        "output_splits is needed": dict(input=torch.zeros(3, 2), input_splits=[1, 2]),
-        "strided": dict(input=torch.eye(4).to_sparse()),
+        "scalar": {"input": torch.tensor(1.0)},
+        "divide evenly": {"input": torch.zeros(3, 2)},
+        "one entry a rank": {"input": x, "input_splits": [4], "output_splits": [2, 2]},
+        "not be negative": {"input": x, "input_splits": [5, -1], "output_splits": [2, 2]},
+        "sum to": {"input": x, "input_splits": [1, 2], "output_splits": [2, 2]},
+        "output_splits is needed": {"input": torch.zeros(3, 2), "input_splits": [1, 2]},
+        "strided": {"input": torch.eye(4).to_sparse()},
     }
     for words, arguments in cases.items():
         with pytest.raises(ValueError, match=words):
@@ -178,15 +178,15 @@ def test_no_process_group_is_a_clear_error():
 def rejection_and_disagreement():
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange(0, splits_of(world, 0, 4), (2,), torch.float32)
-    for call in range(1, 80):  # more rejections in a row than the descriptor ring is long
+    for _ in range(79):  # more rejections in a row than the descriptor ring is long
         with pytest.raises(ValueError if rank == 0 else fused_ops.PeerAbortedError):
             fused_ops.all_to_all(torch.zeros(world * 4 + (rank == 0), 2), comm="host")
     exchange(100, splits_of(world, 1, 4), (2,), torch.float32)
     disagreements = [
-        dict(input=torch.zeros(world * (1 + rank))),
-        dict(input=torch.zeros(world, dtype=torch.float32 if rank else torch.float64)),
-        dict(input=torch.zeros(world, 2 + rank)),
-        dict(input=torch.zeros(world), input_splits=[1] * world, output_splits=[1 + (rank == 0)] * world),
+        {"input": torch.zeros(world * (1 + rank))},
+        {"input": torch.zeros(world, dtype=torch.float32 if rank else torch.float64)},
+        {"input": torch.zeros(world, 2 + rank)},
+        {"input": torch.zeros(world), "input_splits": [1] * world, "output_splits": [1 + (rank == 0)] * world},
     ]
     fused_ops.all_to_all(torch.zeros(world, 2), comm="host")  # known to all, so rank 0 will not look before it sends
     for number, arguments in enumerate(disagreements):

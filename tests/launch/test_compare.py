@@ -1,6 +1,10 @@
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -319,6 +323,27 @@ def test_quickstart_trains_both_modes_and_writes_the_page(monkeypatch, capfd, tm
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [row["comm"] for row in summary] == ["baseline", "fused"]
     assert len(list((tmp_path / "out" / "runs").iterdir())) == 2
+
+
+def test_an_interrupted_quickstart_waits_for_its_job(tmp_path):
+    done = tmp_path / "done"
+    job = f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(1); open({str(done)!r}, 'w')"
+    code = (
+        "import sys; from launch import compare, quickstart\n"
+        f"quickstart.train_command = lambda *_: [sys.executable, '-c', {job!r}]\n"
+        f"sys.exit(compare.main(['--quickstart', 'a=1', '--out', {str(tmp_path / 'out')!r}, 'b=2']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    process.stdout.readline()  # an empty line
+    process.stdout.readline()  # the command, just before it starts
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.endswith("launch.compare: interrupted\n")
+    assert done.exists()
 
 
 def test_quickstart_stops_at_a_run_that_fails(monkeypatch, capfd, tmp_path):

@@ -52,7 +52,7 @@ def embedding_update(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, optimizer: OptimizerInputs, weight_gradient: bool
 ) -> Tensor:
     """See `fused_ops.embedding_all_to_all._update`."""
-    lookups = Lookups(inputs)
+    lookups = Lookups(inputs, seen=True)
     optimizer.check(inputs.tables)
     kernels = _kernels(lookups)
     weights_grad = _weights_grad(kernels, lookups, grad, weight_gradient)
@@ -64,7 +64,7 @@ def embedding_gradients(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, wanted: Sequence[int], weight_gradient: bool
 ) -> list[Tensor]:
     """See `fused_ops.embedding_all_to_all._gradients`."""
-    lookups = Lookups(inputs)
+    lookups = Lookups(inputs, seen=True)
     kernels = _kernels(lookups)
     return [*kernels.dense_gradients(lookups, grad, wanted), _weights_grad(kernels, lookups, grad, weight_gradient)]
 

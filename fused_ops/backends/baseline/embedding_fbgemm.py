@@ -58,7 +58,7 @@ class Run:
     total_hash_size_bits: int
     indices: Tensor
     offsets: Tensor
-    indice_weights: Tensor
+    indice_weights: Tensor | None
     pooling_mode: int
 
     @property
@@ -76,6 +76,9 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
         t = lookups.feature_tables[f]
         return tuple(x.untyped_storage().data_ptr() for x in (lookups.tables[t], *([states[t]] if states else [])))
 
+    factors = lookups.weights
+    if factors is not None and lookups.mean:
+        factors = factors / lookups.lengths_of_lookups()
     column = 0
     for _, group in itertools.groupby(range(len(lookups.feature_tables)), key=storage):
         features = list(group)
@@ -87,7 +90,7 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
         weights_offsets, D_offsets, hash_size_cumsum, bits = _metadata(placed, dims, rows, distinct)
         lookup_range = slice(lookups.bounds[first], lookups.bounds[last]) if lookups.batch else slice(0, 0)
         offsets = lookups.offsets[first * lookups.batch : last * lookups.batch + 1]
-        no_weights = torch.empty(0, dtype=torch.float32)
+        # With weights, FBGEMM's mean pooling is wrong on CPU (1.8): the length goes into the weights.
         yield Run(
             first,
             last,
@@ -100,8 +103,8 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
             bits,
             lookups.indices[lookup_range],
             offsets if first == 0 else offsets - lookups.bounds[first],
-            no_weights if lookups.weights is None else lookups.weights[lookup_range].contiguous(),
-            int(lookups.mean),
+            None if factors is None else factors[lookup_range].contiguous(),
+            int(lookups.mean and factors is None),
         )
         column += sum(dims)
 
@@ -153,57 +156,61 @@ def pool(lookups: Lookups) -> Tensor:
 
 def weights_gradient(lookups: Lookups, grad: Tensor) -> Tensor:
     """[nnz] float32."""
-    parts = []
-    for run in _runs(lookups):
-        part = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
-            grad[:, run.columns].contiguous(), *run.tables(), run.indices, run.offsets, torch.ones(run.last - run.first, dtype=torch.int32)
+    parts = [
+        torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
+            _columns(grad, run), *run.tables(), run.indices, run.offsets, torch.ones(run.last - run.first, dtype=torch.int32)
         )
-        if run.pooling_mode:
-            lengths = run.offsets.diff()
-            part = part / torch.repeat_interleave(lengths, lengths)
-        parts.append(part)
-    return torch.cat(parts) if parts else torch.empty(0)
+        for run in _runs(lookups)
+        if lookups.batch
+    ]
+    gradient = torch.cat(parts) if parts else torch.empty(0)
+    return gradient / lookups.lengths_of_lookups() if lookups.mean else gradient
 
 
 def dense_gradients(lookups: Lookups, grad: Tensor, wanted: Sequence[int]) -> list[Tensor]:
-    """One gradient of the table's shape and dtype for each wanted table."""
+    """One gradient of the table's shape and dtype for each wanted table: SGD's step with rate -1 from zero."""
+    minus_one = torch.tensor([-1.0])
     dense: dict[int, Tensor] = {}
     for run in _runs(lookups):
-        flat_grad = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-            grad[:, run.columns].contiguous(),
-            *run.tables(),
-            run.max_D,
-            run.hash_size_cumsum,
-            run.total_hash_size_bits,
-            run.indices,
-            run.offsets,
-            run.pooling_mode,
-            run.indice_weights,
-        )
+        target = torch.zeros_like(run.weights)
+        if lookups.batch:
+            torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(
+                *_backward_arguments(run, target, grad), minus_one, output_dtype=OUTPUT_DTYPES[target.dtype]
+            )
         for t in set(lookups.feature_tables[run.first : run.last]):
             table = lookups.tables[t]
-            dense[t] = flat_grad.view(-1)[table.storage_offset() :][: table.numel()].view(table.shape)
+            dense[t] = target[table.storage_offset() :][: table.numel()].view(table.shape)
     return [dense[t] if t in dense else torch.zeros_like(lookups.tables[t]) for t in wanted]
+
+
+def _columns(grad: Tensor, run: Run) -> Tensor:
+    return grad[:, run.columns].contiguous()
+
+
+def _backward_arguments(run: Run, weights: Tensor, grad: Tensor) -> tuple:
+    return (
+        _columns(grad, run),
+        weights,
+        torch.zeros(run.last - run.first, dtype=torch.int32),
+        run.weights_offsets,
+        run.D_offsets,
+        run.max_D,
+        run.hash_size_cumsum,
+        run.total_hash_size_bits,
+        run.indices,
+        run.offsets,
+        run.pooling_mode,
+        run.indice_weights,
+        False,  # stochastic rounding
+    )
 
 
 def update(lookups: Lookups, grad: Tensor, optimizer: OptimizerInputs) -> None:
     """Apply the optimizer to the distinct rows, in place."""
+    if lookups.batch == 0:
+        return
     for run in _runs(lookups, optimizer.states):
-        arguments = (
-            grad[:, run.columns].contiguous(),
-            run.weights,
-            torch.zeros(run.last - run.first, dtype=torch.int32),
-            run.weights_offsets,
-            run.D_offsets,
-            run.max_D,
-            run.hash_size_cumsum,
-            run.total_hash_size_bits,
-            run.indices,
-            run.offsets,
-            run.pooling_mode,
-            run.indice_weights,
-            False,  # stochastic rounding
-        )
+        arguments = _backward_arguments(run, run.weights, grad)
         output_dtype = OUTPUT_DTYPES[run.weights.dtype]
         if optimizer.kind == "sgd":
             torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(

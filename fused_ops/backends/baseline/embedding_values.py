@@ -9,9 +9,12 @@ from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs
 
 
 class Lookups:
-    """Checked inputs: `indices` and `offsets` int64, every index a row of its table (ValueError, or clamp, or hash)."""
+    """Checked inputs: `indices` and `offsets` int64, every index a row of its table (ValueError, or clamp, or hash).
 
-    def __init__(self, inputs: EmbeddingInputs) -> None:
+    `seen`: forward has checked the values; they are only made valid again where the policy asks for it.
+    """
+
+    def __init__(self, inputs: EmbeddingInputs, seen: bool = False) -> None:
         inputs.check()
         self.inputs = inputs
         self.tables = inputs.tables
@@ -20,9 +23,12 @@ class Lookups:
         self.mean = inputs.pooling == "mean"
         self.batch = inputs.layout.global_batch
         self.offsets = inputs.offsets.to(torch.int64).contiguous()
-        self._check_offsets()
+        if not seen:
+            self._check_offsets()
         self.bounds: list[int] = self.offsets[:: max(self.batch, 1)].tolist() if inputs.dims else [0]
-        self.indices = self._valid_indices(inputs.indices.to(torch.int64).contiguous())
+        self.indices = inputs.indices.to(torch.int64).contiguous()
+        if not seen or inputs.out_of_range != "error":
+            self.indices = self._valid_indices(self.indices)
 
     def _check_offsets(self) -> None:
         offsets, nnz = self.offsets, self.inputs.indices.numel()
@@ -71,3 +77,8 @@ class Lookups:
     def feature_offsets(self, feature: int) -> Tensor:
         """[B + 1], from 0 on."""
         return self.offsets[feature * self.batch : (feature + 1) * self.batch + 1] - self.bounds[feature]
+
+    def lengths_of_lookups(self) -> Tensor:
+        """[nnz]: the length of the bag each lookup is in."""
+        lengths = self.offsets.diff()
+        return torch.repeat_interleave(lengths, lengths)

@@ -1,6 +1,7 @@
-"""With this directory on PYTHONPATH `trainers.run.run` is a stand-in that trains nothing; `logger.tags` says how it ends.
+"""With this directory on PYTHONPATH, `trainers.run.run` is a stand-in that trains nothing.
 
-Tests of the command line and of sweeps start real processes with it; the command line itself is the real one.
+`logger.tags` says how it ends. Tests of the command line and of sweeps start real processes with it; the command line
+itself is the real one.
 """
 
 import sys
@@ -13,8 +14,6 @@ def run(config, rank, world):
     Path(config.run_dir, f"rank_{rank}_of_{world}").touch()
     if "fail" in config.logger.tags:
         raise RuntimeError("asked to fail")
-    if "nonfinite" in config.logger.tags:
-        return {"status": "failed", "reason": "loss is nan"}
     if "hang" in config.logger.tags:
         time.sleep(600)
     print(f"trained on rank {rank}")
