@@ -101,7 +101,9 @@ def check_splits(
         raise ValueError("all_to_all: input must have at least one dimension, got a scalar")
     rows = input.shape[0]
     if (input_splits is None or output_splits is None) and rows % world and input_splits is None:
-        raise ValueError(f"all_to_all: {rows} rows do not divide evenly over {world} ranks; pass input_splits and output_splits")
+        raise ValueError(
+            f"all_to_all: {rows} rows do not divide evenly over {world} ranks; pass input_splits and output_splits"
+        )
     send = [rows // world] * world if input_splits is None else list(input_splits)
     receive = [rows // world] * world if output_splits is None else list(output_splits)
     for name, splits in (("input_splits", send), ("output_splits", receive)):
@@ -112,5 +114,7 @@ def check_splits(
     if sum(send) != rows:
         raise ValueError(f"all_to_all: input_splits sum to {sum(send)}, but input has {rows} rows")
     if input_splits is not None and output_splits is None and rows % world:
-        raise ValueError(f"all_to_all: output_splits is needed with input_splits where {rows} rows do not divide over {world} ranks")
+        raise ValueError(
+            f"all_to_all: output_splits is needed with input_splits where {rows} rows do not divide over {world} ranks"
+        )
     return send, receive

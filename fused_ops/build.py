@@ -1,7 +1,7 @@
 """Compile the native libraries ahead of time.
 
-    python -m fused_ops.build host
-    python -m fused_ops.build sm_80 sm_90a
+python -m fused_ops.build host
+python -m fused_ops.build sm_80 sm_90a
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fused_ops.errors import BackendUnavailableError
 def main(targets: list[str]) -> None:
     wrong = [t for t in targets if t != "host" and not t.startswith("sm_")]
     if not targets or wrong:
-        sys.exit(f"usage: python -m fused_ops.build host | ARCH...   (ARCH such as sm_80, sm_90a; got {wrong or 'nothing'})")
+        sys.exit(
+            f"usage: python -m fused_ops.build host | ARCH...   (ARCH such as sm_80, sm_90a; got {wrong or 'nothing'})"
+        )
     try:
         for target in targets:
             print(build_host_library() if target == "host" else build_cuda_library(target))

@@ -20,7 +20,17 @@ from fused_ops.errors import BackendUnavailableError
 
 PACKAGE = Path(__file__).parent
 NATIVE = PACKAGE / "native"
-CXX_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fno-math-errno",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]
 
 

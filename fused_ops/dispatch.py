@@ -36,7 +36,9 @@ def choose(
     named = comm != "fused"
     backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
     if named and comm not in DEVICE_OF_BACKEND:
-        raise ValueError(f"comm must be 'fused', 'baseline' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}")
+        raise ValueError(
+            f"comm must be 'fused', 'baseline' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}"
+        )
     if named and DEVICE_OF_BACKEND[comm] != device.type:
         raise ValueError(f"backend '{comm}' takes {DEVICE_OF_BACKEND[comm]} tensors, got one on {device}")
     problem = _problem(operator, backend, device, group)

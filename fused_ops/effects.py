@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 
 def register_ordered(operator: str) -> None:
     """`operator`: a qualified name such as "fused_ops::all_to_all". torch has no public spelling of this yet."""
-    from torch._higher_order_ops.effects import _EffectType
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-    register = getattr(torch.library, "_register_effectful_op", None)
-    if register is None:
-        from torch._higher_order_ops.effects import _register_effectful_op as register
-    register(operator, _EffectType.ORDERED)
+    _register_effectful_op(operator, _EffectType.ORDERED)

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.embedding_layout import EmbeddingLayout, FusedOptimizer
-from fused_ops.symmetric.group import context, group_name
+from fused_ops.symmetric.group import context, group_name, resolve
 
 # Keeps the graph connected on a rank without tables, and where the tables are no leaves: every rank runs backward.
 _ANCHOR = torch.zeros(0, requires_grad=True)
@@ -54,7 +53,7 @@ def embedding_all_to_all(
     feature_tables: the table that each local feature looks up; None = feature f looks up table f.
     pooling: "sum", or "mean" (over the bag's length).
     per_sample_weights: [nnz] float32 factors of the rows; differentiable.
-    optimizer: applied in backward; it reads its learning rate then. Two calls in flight on one table update it one after
+    optimizer: applied in backward, at the learning rate that it had in forward (as in FBGEMM). Two calls in flight on one table update it one after
         the other, in the order of their backwards, each from the values it finds.
     average_over_ranks: divide the output gradient by W, as TorchRec and DDP do. Equal on all ranks.
     out_of_range: "error" names table and value; "clamp" to the nearest row; "hash" takes the index modulo the rows.
@@ -128,7 +127,7 @@ def _embedding_all_to_all(
 @_embedding_all_to_all.register_fake
 def _(anchor, tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, *rest):
     group = rest[7]
-    rank = distributed_c10d._resolve_process_group(group).rank()
+    rank = resolve(group).rank()
     return indices.new_empty((layout[2 + rank], layout[1]), dtype=dtype)
 
 
@@ -161,7 +160,7 @@ def _gradient(
 
 @_gradient.register_fake
 def _(grad, tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, *rest):
-    rank = distributed_c10d._resolve_process_group(rest[3]).rank()
+    rank = resolve(rest[3]).rank()
     world = layout[0]
     counts = layout[2 + world : 2 + 2 * world]
     first = 2 + 2 * world + sum(counts[:rank])
@@ -246,7 +245,8 @@ def _save(ctx, inputs, output):
     # Tables and states are not saved for backward: another call's backward may have updated them by then, rightly.
     ctx.save_for_backward(indices, offsets, weights)
     ctx.feature_tables, ctx.layout, ctx.dtype, ctx.pooling, ctx.out_of_range, *rest = rest
-    ctx.optimizer, ctx.states, ctx.learning_rate, ctx.eps, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused = rest
+    ctx.optimizer, ctx.states, learning_rate, ctx.eps, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused = rest
+    ctx.learning_rate = None if learning_rate is None else learning_rate.clone()
 
 
 def _backward(ctx, output_grad):
@@ -269,8 +269,11 @@ def _backward(ctx, output_grad):
         weights_grad = torch.ops.fused_ops.embedding_update(
             grad, order, ctx.tables, ctx.states, ctx.learning_rate, ctx.eps, ctx.optimizer, *lookups, weight_gradient, *where
         )
-    nothing = (None,) * 6
-    return None, table_grads, None, None, weights_grad if weight_gradient else None, *nothing, [None] * len(ctx.states), *nothing, None
+    # torch takes an empty list of numbers for a list of tensors, and wants a list back.
+    feature_tables_grad = [] if ctx.feature_tables == [] else None
+    states_grad = [None] * len(ctx.states)
+    head = (None, table_grads, None, None, weights_grad if weight_gradient else None, feature_tables_grad)
+    return *head, *(None,) * 5, states_grad, *(None,) * 7
 
 
 _embedding_all_to_all.register_autograd(_backward, setup_context=_save)

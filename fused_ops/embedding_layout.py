@@ -149,7 +149,7 @@ class FusedOptimizer:
           "rowwise_adagrad": s += mean(g * g);  w -= lr * g / (sqrt(s) + eps)     state [rows] a table
         where g is the sum of the row's gradients over the global batch.
     states: one float32 tensor a table, contiguous, changed in place; empty for sgd. `make_states` allocates zeros.
-    learning_rate: read when backward runs; assign to it to schedule it.
+    learning_rate: assign to it to schedule it; a backward applies what its forward found, as FBGEMM does.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from trainers.config_rules import ConfigError, did_you_mean
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 # What another rank leaves rank 0 to report the error they share, before it reports one that only its own host has.
-LEAVE_TO_RANK_0_S = 10.0
+LEAVE_TO_RANK_0_S = 5.0
 
 GROUPS = ("experiment", "sweep", "hydra/launcher")  # beside those that are keys of RunConfig
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.launcher.nproc_per_node", "hydra.launcher.max_parallel")

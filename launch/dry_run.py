@@ -26,18 +26,25 @@ def report(config: RunConfig, world: int) -> None:
     )
 
     plan = describe_plan(config.model, world)
-    rows = Table("table", "rows", "dim", "sharding", "ranks", "MiB", title=f"sharding plan of {world} ranks")
+    rows = Table(
+        "table", "rows", "dim", "sharding", "rank, or rank:first column", "MiB", title=f"sharding plan of {world} ranks"
+    )
     for table in plan:
         where = ", ".join(map(str, table.ranks))
         if len(table.column_offsets) > 1:
             slices = zip(table.ranks, table.column_offsets, strict=True)
-            where = ", ".join(f"{rank} (column {first} on)" for rank, first in slices)
+            where = ", ".join(f"{rank}:{first}" for rank, first in slices)
         size = f"{table.bytes / MIB:,.1f}"
         rows.add_row(table.table, f"{table.rows:,}", str(table.dim), table.sharding, where, size)
     console.print(rows)
 
     sizes = Table(
-        "rank", "tables", "their optimizer", "dense", "total MiB", title="bytes a rank (activations not counted)"
+        "rank",
+        "tables",
+        "their optimizer",
+        "dense",
+        "total MiB",
+        title="bytes a rank (activations and gradients of tables not counted)",
     )
     for rank, (weights, states) in enumerate(_table_bytes(config, plan, world)):
         whole = weights + states + _dense_bytes(config, dense)

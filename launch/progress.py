@@ -34,13 +34,15 @@ class ProgressBar:
             disable=not self._draws,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._ended: set[str] = set()
         self._start = time.monotonic()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         if phase not in self._tasks:
             self._tasks[phase] = self._bars.add_task(phase, total=total)
         self._bars.update(self._tasks[phase], completed=done, total=total)
-        if done >= total and not self._draws:
+        if done >= total and not self._draws and phase not in self._ended:
+            self._ended.add(phase)
             print(f"{phase}: done after {time.monotonic() - self._start:.1f} s", file=sys.stderr, flush=True)
 
     def __enter__(self) -> ProgressBar:

@@ -41,8 +41,8 @@ def run_ranks(
 ) -> list[Any]:
     """`function(*args)` on `world` ranks; the return values in rank order (None for a rank of `may_die` that died).
 
-    On the first failure, or after `timeout` seconds, every rank is killed and RankError says what happened. A rank stays
-    alive, with its process group, until all have returned. `backend=""` makes no process group.
+    On the first failure, or after `timeout` seconds, every rank is killed and RankError says what happened. A rank lives
+    on, with its process group, until all have returned. `backend=""` makes no process group.
     """
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         ranks = []

@@ -48,7 +48,7 @@ class ModelConfig:
     multi_hot_sizes: list[int] | None = None  # ids a feature; None = one each
     bottom_mlp: list[int] = MISSING  # hidden widths after the dense input; the last equals embedding_dim
     top_mlp: list[int] = MISSING  # the last is 1
-    interaction: str = "dot"  # dot | dcnv2
+    interaction: str = "dot"  # dot | dcnv2; the next two are DCNv2's
     dcn_layers: int = 3
     dcn_low_rank: int = 512
     pooling: str = "sum"  # sum | mean
@@ -79,7 +79,7 @@ class OptimConfig:
     decay_steps: int = 0
     in_backward: bool = True  # embedding optimizer inside backward; False = plain gradients and optimizer.step()
     clip_norm: float | None = None
-    accumulate: int = 1
+    accumulate: int = 1  # batches a step
 
 
 @dataclass
@@ -93,7 +93,7 @@ class TrainerConfig:
     resume: str | None = None  # a checkpoint directory, a run directory, or "auto" (this run directory's newest)
     seed: int = 0
     dense_dtype: str = "fp32"  # fp32 | bf16
-    device: str = "cpu"  # cpu | cuda
+    device: str = "cpu"  # cpu | cuda (which only a dry run takes so far)
     deterministic: bool = False
     progress: bool = True
     profile_steps: int = 0  # write a chrome trace of that many steps after warm-up

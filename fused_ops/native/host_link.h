@@ -151,6 +151,7 @@ struct Channel {
     for (int r : peers)
       if (!ready(r)) missing.push_back(r);
     if (missing.empty()) return kOk;
+    const std::vector<int> all = others();
     Control* mine = head(rank);
     const auto start = Clock::now();
     auto next_look = start + std::chrono::milliseconds(50);
@@ -167,14 +168,17 @@ struct Channel {
         continue;
       }
       const auto now = Clock::now();
-      for (int r : missing) {
-        if (rejects(r, call)) status = kRejected;
-        else if (disagrees(r, call) && phase != kAgreement) status = kBadTag;
-        else if (head(r)->broken.load(std::memory_order_acquire)) status = kBroken;
-        else continue;
-        result->detail_rank = r;
-        break;
-      }
+      for (int r : missing)
+        if (head(r)->broken.load(std::memory_order_acquire)) { status = kBroken; result->detail_rank = r; break; }
+      // Any rank can spoil the call for all. The peer waited for may have noticed, and gone on without a trace of this call.
+      if (phase != kAgreement)
+        for (int r : all) {
+          if (rejects(r, call)) status = kRejected;
+          else if (disagrees(r, call)) status = kBadTag;
+          else continue;
+          result->detail_rank = r;
+          break;
+        }
       if (status == kOk && now >= next_look) {
         next_look = now + std::chrono::milliseconds(50);
         for (int r : missing)

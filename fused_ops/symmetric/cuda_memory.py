@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import weakref
 
 import torch
 
@@ -48,7 +49,7 @@ class PeerArena:
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.current_stream(device).synchronize()
-        self._handle = symmetric_memory.rendezvous(self._memory, group.name)
+        self._handle = symmetric_memory.rendezvous(self._memory, group.name)  # type: ignore[arg-type]
         self.addresses = [int(a) for a in self._handle.buffer_ptrs]
         group.exchange("arena ready", {})
 
@@ -73,21 +74,14 @@ class PinnedArena:
             self.addresses.append(int(address.value or 0))
         group.exchange("pinned arena mapped", {})
         mine.close_fd()
-        self._unpin = [lib.fo_cuda_unpin, [segment.address for segment in self._segments]]
-
-    def __del__(self) -> None:
-        unpin, addresses = getattr(self, "_unpin", (None, []))
-        for address in addresses:
-            unpin(ctypes.c_void_p(address))
+        for segment in self._segments:
+            weakref.finalize(segment, lib.fo_cuda_unpin, ctypes.c_void_p(segment.address)).atexit = False
 
 
 def choose_link(group: GroupContext, device: torch.device) -> str:
     """The link that all ranks of the group share: peer where every pair of devices has it, else pinned."""
-    mine = {
-        "device": str(torch.cuda.get_device_properties(device).uuid),
-        "visible": [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())],
-        "link": group.link,
-    }
+    visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    mine = {"device": visible[device.index], "link": group.link}
     peers = group.exchange("link", mine)
     wishes = {p["link"] for p in peers}
     if len(wishes) > 1:

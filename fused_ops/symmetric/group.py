@@ -162,10 +162,15 @@ def group_name(group: dist.ProcessGroup | str | None) -> str:
     return group.group_name
 
 
+def resolve(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def context(name: str) -> GroupContext:
     """The context of a group, made (collectively) on first use and again when a group of that name is created anew."""
     try:
-        process_group = distributed_c10d._resolve_process_group(name)
+        process_group = resolve(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"there is no process group named '{name}' on this rank") from error
     known = _contexts.get(name)

@@ -53,7 +53,9 @@ def main(words: list[str]) -> int:
 
 
 def _facts(settings: BenchSettings, words: list[str]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     return {
         "op": settings.op,
         "device": settings.device,
@@ -79,7 +81,9 @@ def _cpu_name() -> str:
 
 def _print(settings: BenchSettings, shape: dict[str, int], rows: list[dict[str, Any]]) -> None:
     """One table a shape: milliseconds, and the ratio to baseline of the same phase."""
-    title = f"{settings.op}, {settings.ranks} ranks, CPU host, {settings.dtype}: " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    title = f"{settings.op}, {settings.ranks} ranks, CPU host, {settings.dtype}: " + ", ".join(
+        f"{k} {v}" for k, v in shape.items()
+    )
     table = Table(title=title, title_justify="left")
     for name in ("phase", "backend"):
         table.add_column(name)
@@ -90,7 +94,13 @@ def _print(settings: BenchSettings, shape: dict[str, int], rows: list[dict[str, 
         ratio = f"{row['ms'] / base[row['phase']]:.2f}" if row["phase"] in base else ""
         limit = "" if row["limit_ms"] is None else f"{row['limit_ms']:.2f}"
         table.add_row(
-            row["phase"], row["backend"], f"{row['ms']:.3f}", f"{row['p10_ms']:.3f}", f"{row['p90_ms']:.3f}", ratio, limit
+            row["phase"],
+            row["backend"],
+            f"{row['ms']:.3f}",
+            f"{row['p10_ms']:.3f}",
+            f"{row['p90_ms']:.3f}",
+            ratio,
+            limit,
         )
     Console(width=110).print(table)
 

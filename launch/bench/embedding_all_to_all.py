@@ -42,7 +42,9 @@ def variants(settings: BenchSettings, shape: dict[str, int]) -> list[Variant]:
         # One storage for tables, one for states, as FBGEMM's module lays them out: it serves them in one kernel call.
         flat = torch.randn(tables * shape["rows"], dim).to(dtype)
         weights = list(flat.split(shape["rows"]))
-        states = [s for flat in FusedOptimizer.make_states(settings.optimizer, [flat]) for s in flat.split(shape["rows"])]
+        states = [
+            s for flat in FusedOptimizer.make_states(settings.optimizer, [flat]) for s in flat.split(shape["rows"])
+        ]
         optimizer = FusedOptimizer(settings.optimizer, states=states)
         operator = _operator(comm, weights, indices, offsets, layout, settings.mode, optimizer)
 
@@ -56,7 +58,11 @@ def variants(settings: BenchSettings, shape: dict[str, int]) -> list[Variant]:
         built.append(Variant(backend, "forward", forward, limit_ms))
         built.append(Variant(backend, "forward_backward", forward_backward))
         if backend != "unfused":
-            built.append(Variant(backend, "compute_alone", _lookups_alone(comm, weights, indices, offsets, layout, settings.mode)))
+            built.append(
+                Variant(
+                    backend, "compute_alone", _lookups_alone(comm, weights, indices, offsets, layout, settings.mode)
+                )
+            )
     built += [_exchange_alone(backend, layout, rank, dtype) for backend in ("baseline", "host")]
     return built
 
@@ -72,7 +78,9 @@ def _operator(
 ) -> Callable[[int], Tensor]:
     def run(i: int) -> Tensor:
         ids = indices[i % len(indices)]
-        return fused_ops.embedding_all_to_all(weights, ids, offsets, layout, pooling=mode, optimizer=optimizer, comm=comm)
+        return fused_ops.embedding_all_to_all(
+            weights, ids, offsets, layout, pooling=mode, optimizer=optimizer, comm=comm
+        )
 
     return run
 
@@ -82,7 +90,19 @@ def _lookups_alone(
 ) -> Callable[[int], Tensor]:
     """That backend's lookups into a local buffer [B, D]."""
     inputs = [
-        EmbeddingInputs(weights, ids, offsets, None, None, layout.encoded, layout.dtype, mode, "error", dist.get_rank(), layout.world)
+        EmbeddingInputs(
+            weights,
+            ids,
+            offsets,
+            None,
+            None,
+            layout.encoded,
+            layout.dtype,
+            mode,
+            "error",
+            dist.get_rank(),
+            layout.world,
+        )
         for ids in indices
     ]
 

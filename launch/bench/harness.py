@@ -93,7 +93,10 @@ def measure(settings: BenchSettings, variants: list[Variant]) -> list[Timing]:
     table = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     quantiles = torch.quantile(table, torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64), dim=1).T.tolist()
-    return [Timing(v.backend, v.phase, *q, v.limit_ms) for v, q in zip(variants, quantiles, strict=True)]
+    return [
+        Timing(v.backend, v.phase, median, p10, p90, v.limit_ms)
+        for v, (median, p10, p90) in zip(variants, quantiles, strict=True)
+    ]
 
 
 def stream_rate(read: bool = True, mib: int = 256) -> float:

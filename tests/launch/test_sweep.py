@@ -87,6 +87,6 @@ def test_ctrl_c_leaves_no_process_behind(number: signal.Signals, code: int, tmp_
     assert len(family) >= 3  # torchrun and its two ranks
     os.kill(sweep.pid, number)
     assert sweep.wait(40) == code
-    gone, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
     assert not (tmp_path / "sweep" / "1").exists()

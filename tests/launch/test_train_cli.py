@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,13 @@ def test_under_torchrun_rank_0_alone_says_it_at_once(arguments: list[str], said:
     began = time.monotonic()
     done = run(TORCHRUN_OF_TWO, *arguments, cwd=tmp_path)
     assert done.returncode != 0
-    assert [said in line for line in done.stderr.splitlines() if line.startswith("launch.train")] == [True]
+    assert [said in line for line in done.stderr.splitlines() if line.startswith("launch.train: ")] == [True]
     assert said.removeprefix("error: ") in done.stderr.partition("Root Cause")[2]
     assert time.monotonic() - began < 20
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_only_another_rank_has_is_said_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_only_another_rank_has_is_said_by_it(tmp_path: Path) -> None:
     done = run(PYTHON, "data=criteo", "data.path=/not/on/this/host", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr.startswith("launch.train: error (rank 1): data.path=/not/on/this/host")
@@ -156,12 +155,12 @@ def test_twenty_claims_of_one_name_are_twenty_directories(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("trained")
     arguments = ["comm=baseline", "data=random", "data.batch_size=64", "trainer.steps=4", "trainer.warmup=1"]
     done = run(TORCHRUN_OF_TWO, *arguments, "trainer.eval_batches=1", "hydra.run.dir=run", cwd=where, fake=False)
     assert done.returncode == 0, done.stderr
-    yield where / "run"
+    return where / "run"
 
 
 def test_real_training_under_torchrun_ends_well(trained: Path) -> None:

@@ -124,7 +124,7 @@ def overlapping_groups(lab: Lab) -> str:
 
 @scenario()
 def held_outputs(lab: Lab) -> str:
-    """Every output is kept until 100 later calls have run, then compared bit for bit; memory does not grow meanwhile."""
+    """Every output is kept until 100 later calls have run, then compared bit for bit; memory must not grow."""
     rng, held, sizes = lab.rng("held"), [], []
     layouts = [Layout.draw(rng, lab.world) for _ in range(6)]
     for call in range(lab.calls):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +109,8 @@ class _Preparation:
             {"file": s.name, "bytes": s.stat().st_size, "mtime_ns": s.stat().st_mtime_ns} for s in sources
         ]
         self.days = [_Day() for _ in sources]
-        self.bad_count, self.bad_examples, self.positives = 0, [], 0  # type: int, list[str], int
+        self.bad_count = self.positives = 0
+        self.bad_examples: list[str] = []
         self.max_ids = [0] * NUM_SPARSE
         self.finished: Meta | None = None
         if overwrite:
@@ -173,39 +174,43 @@ class _Preparation:
     def parse(self, max_bad_lines: int, block_bytes: int, checkpoint_bytes: int) -> None:
         total = sum(source["bytes"] for source in self.described)
         before = 0
-        for i, (source, day) in enumerate(zip(self.sources, self.days, strict=True)):
+        for i, day in enumerate(self.days):
             if not day.parsed:
-                dense = GrowingArray(self._part(i, "dense"), np.float32, (NUM_DENSE,), day.rows)
-                labels = GrowingArray(self._part(i, "labels"), np.int32, (1,), day.rows)
-                missing = GrowingArray(self._column(i, "missing"), np.uint32, (), day.rows)
-                columns = [
-                    GrowingArray(self._column(i, f"cat_{c}"), np.uint32, (), day.rows) for c in range(NUM_SPARSE)
-                ]
-                arrays = [dense, labels, missing, *columns]
-                saved = day.offset
-                blocks = read_blocks(source, block_bytes, day.offset, day.line)
-                for block, (rows, bad) in ordered_map(self.pool, parse_block, blocks, 2 * self.workers):
-                    for line in bad:
-                        self._bad_line(source, line, max_bad_lines)
-                    dense.append(rows.dense)
-                    labels.append(rows.labels[:, None])
-                    missing.append(rows.missing)
-                    for column, values in zip(columns, rows.values, strict=True):
-                        column.append(values)
-                    day.offset, day.line, day.rows = block.offset, block.next_line, dense.rows
-                    self.positives += int(rows.labels.sum())
-                    self.progress("parse", before + block.source_offset, total)
-                    if day.offset - saved >= checkpoint_bytes:
-                        self._save(*arrays)
-                        saved = day.offset
-                if not day.rows:
-                    raise DataError(f"{source}: no samples")
-                day.parsed = True
-                self._save(*arrays)
-                for array in arrays:
-                    array.close()
+                for source_offset in self._parse_day(i, max_bad_lines, block_bytes, checkpoint_bytes):
+                    self.progress("parse", before + source_offset, total)
             before += self.described[i]["bytes"]
-            self.progress("parse", before, total)
+        self.progress("parse", total, total)
+
+    def _parse_day(self, i: int, max_bad_lines: int, block_bytes: int, checkpoint_bytes: int) -> Iterator[int]:
+        """Yields how many bytes of the file, as stored, are done."""
+        source, day = self.sources[i], self.days[i]
+        dense = GrowingArray(self._part(i, "dense"), np.float32, (NUM_DENSE,), day.rows)
+        labels = GrowingArray(self._part(i, "labels"), np.int32, (1,), day.rows)
+        missing = GrowingArray(self._column(i, "missing"), np.uint32, (), day.rows)
+        columns = [GrowingArray(self._column(i, f"cat_{c}"), np.uint32, (), day.rows) for c in range(NUM_SPARSE)]
+        arrays = [dense, labels, missing, *columns]
+        saved = day.offset
+        blocks = read_blocks(source, block_bytes, day.offset, day.line)
+        for block, (rows, bad) in ordered_map(self.pool, parse_block, blocks, 2 * self.workers):
+            for line in bad:
+                self._bad_line(source, line, max_bad_lines)
+            dense.append(rows.dense)
+            labels.append(rows.labels[:, None])
+            missing.append(rows.missing)
+            for column, values in zip(columns, rows.values, strict=True):
+                column.append(values)
+            day.offset, day.line, day.rows = block.offset, block.next_line, dense.rows
+            self.positives += int(rows.labels.sum())
+            yield block.source_offset
+            if day.offset - saved >= checkpoint_bytes:
+                self._save(*arrays)
+                saved = day.offset
+        if not day.rows:
+            raise DataError(f"{source}: no samples")
+        day.parsed = True
+        self._save(*arrays)
+        for array in arrays:
+            array.close()
 
     def _bad_line(self, source: Path, bad: BadLine, allowed: int) -> None:
         self.bad_count += 1
@@ -278,22 +283,29 @@ class _Preparation:
         done, total = 0, sum(self.samples)
         for i, day in enumerate(self.days):
             if day.mapped_rows < day.rows:
-                sparse = GrowingArray(self._part(i, "sparse"), np.int32, (NUM_SPARSE,), day.mapped_rows)
-                starts = range(day.mapped_rows, day.rows, MAP_BLOCK_ROWS)
-                blocks = [Range(i, start, min(start + MAP_BLOCK_ROWS, day.rows)) for start in starts]
-                every = max(1, checkpoint_bytes // (MAP_BLOCK_ROWS * NUM_SPARSE * 4))
-                for number, (_, rows) in enumerate(ordered_map(self.pool, ids, blocks, 2 * self.workers), 1):
-                    sparse.append(rows)
-                    self.max_ids = np.maximum(self.max_ids, rows.max(0)).tolist()
-                    day.mapped_rows = sparse.rows
-                    self.progress("map", done + sparse.rows, total)
-                    if number % every == 0:
-                        self._save(sparse)
-                self._save(sparse)
-                sparse.close()
+                for rows_mapped in self._map_day(i, ids, checkpoint_bytes):
+                    self.progress("map", done + rows_mapped, total)
             for name in ("missing", *(f"cat_{c}" for c in range(NUM_SPARSE))):
                 self._column(i, name).unlink(missing_ok=True)
             done += day.rows
+        self.progress("map", total, total)
+
+    def _map_day(self, i: int, ids: Callable[[Range], np.ndarray], checkpoint_bytes: int) -> Iterator[int]:
+        """Yields how many rows are done."""
+        day = self.days[i]
+        sparse = GrowingArray(self._part(i, "sparse"), np.int32, (NUM_SPARSE,), day.mapped_rows)
+        starts = range(day.mapped_rows, day.rows, MAP_BLOCK_ROWS)
+        blocks = [Range(i, start, min(start + MAP_BLOCK_ROWS, day.rows)) for start in starts]
+        every = max(1, checkpoint_bytes // (MAP_BLOCK_ROWS * NUM_SPARSE * 4))
+        for number, (_, rows) in enumerate(ordered_map(self.pool, ids, blocks, 2 * self.workers), 1):
+            sparse.append(rows)
+            self.max_ids = np.maximum(self.max_ids, rows.max(0)).tolist()
+            day.mapped_rows = sparse.rows
+            yield sparse.rows
+            if number % every == 0:
+                self._save(sparse)
+        self._save(sparse)
+        sparse.close()
 
     def finish(self) -> Meta:
         for i in range(len(self.days)):

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from fused_ops.all_to_all import check_splits
-from fused_ops.symmetric.group import GroupContext
+from fused_ops.symmetric.group import GroupContext, resolve
 
 
 def all_to_all(
-    input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, group: GroupContext, channel: int
+    input: Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: GroupContext,
+    channel: int,
 ) -> Tensor:
     """See `fused_ops.all_to_all`; `channel` means nothing here."""
     send, receive = check_splits(input, output_splits, input_splits, group.world)
@@ -24,6 +27,6 @@ def all_to_all(
         input.contiguous(),
         None if even else receive,
         None if even else send,
-        group=distributed_c10d._resolve_process_group(group.name),
+        group=resolve(group.name),
     )
     return output

@@ -12,14 +12,13 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from fused_ops.backends.baseline import embedding_fbgemm, embedding_torch
 from fused_ops.backends.baseline.embedding_values import Lookups
 from fused_ops.counters import count
 from fused_ops.embedding_columns import pack, received_sizes, reorder, sent_sizes
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
-from fused_ops.symmetric.group import GroupContext
+from fused_ops.symmetric.group import GroupContext, resolve
 
 
 def embedding_all_to_all(
@@ -81,6 +80,6 @@ def _kernels(lookups: Lookups) -> ModuleType:
 
 def _exchange(input: Tensor, send: list[int], receive: list[int], group: GroupContext) -> Tensor:
     output = input.new_empty(sum(receive))
-    process_group = distributed_c10d._resolve_process_group(group.name)
+    process_group = resolve(group.name)
     dist.all_to_all_single(output, input, receive, send, group=process_group)
     return output

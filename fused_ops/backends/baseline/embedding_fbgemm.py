@@ -88,7 +88,7 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
         dims, rows = tuple(t.shape[1] for t in tables), tuple(t.shape[0] for t in tables)
         distinct = tuple(lookups.feature_tables[f] for f in features)
         weights_offsets, D_offsets, hash_size_cumsum, bits = _metadata(placed, dims, rows, distinct)
-        lookup_range = slice(lookups.bounds[first], lookups.bounds[last]) if lookups.batch else slice(0, 0)
+        lookup_range = slice(lookups.bounds[first], lookups.bounds[last])
         offsets = lookups.offsets[first * lookups.batch : last * lookups.batch + 1]
         # With weights, FBGEMM's mean pooling is wrong on CPU (1.8): the length goes into the weights.
         yield Run(

@@ -25,7 +25,8 @@ class Lookups:
         self.offsets = inputs.offsets.to(torch.int64).contiguous()
         if not seen:
             self._check_offsets()
-        self.bounds: list[int] = self.offsets[:: max(self.batch, 1)].tolist() if inputs.dims else [0]
+        # First lookup of each feature, and the end.
+        self.bounds: list[int] = self.offsets[:: self.batch].tolist() if self.batch else [0] * (len(inputs.dims) + 1)
         self.indices = inputs.indices.to(torch.int64).contiguous()
         if not seen or inputs.out_of_range != "error":
             self.indices = self._valid_indices(self.indices)
@@ -70,8 +71,6 @@ class Lookups:
 
     def of_feature(self, per_lookup: Tensor, feature: int) -> Tensor:
         """The part of a [nnz] tensor that belongs to a feature."""
-        if self.batch == 0:
-            return per_lookup[:0]
         return per_lookup[self.bounds[feature] : self.bounds[feature + 1]]
 
     def feature_offsets(self, feature: int) -> Tensor:

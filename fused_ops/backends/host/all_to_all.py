@@ -15,7 +15,11 @@ from fused_ops.symmetric.host_channel import Incoming, host_channel
 
 
 def all_to_all(
-    input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None, group: GroupContext, channel: int
+    input: Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: GroupContext,
+    channel: int,
 ) -> Tensor:
     """See `fused_ops.all_to_all`."""
     lane = host_channel(group, channel)
@@ -23,7 +27,12 @@ def all_to_all(
         send, receive = check_splits(input, output_splits, input_splits, group.world)
         even = output_splits is None and input_splits is None
         trailing = tuple(input.shape[1:])
-        facts = ("all_to_all", str(input.dtype), f"trailing shape {trailing}", f"{send[0]} rows to each" if even else "given splits")
+        facts = (
+            "all_to_all",
+            str(input.dtype),
+            f"trailing shape {trailing}",
+            f"{send[0]} rows to each" if even else "given splits",
+        )
         tag, _ = lane.agreement.agree(facts, None if even else [*send, *receive])
         source = input.contiguous()
         row_bytes = input.element_size() * math.prod(trailing)
@@ -43,5 +52,3 @@ def all_to_all(
             )
             lane.finish(result)
             return receipt.tensor((sum(receive), *trailing), input.dtype)
-
-

@@ -6,16 +6,19 @@ Lookups into a local buffer, packed by destination; `all_to_all` of the host bac
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from fused_ops.backends.host import all_to_all as host
 from fused_ops.backends.host.embedding_native import GradientRuns, Lookups, embedding_gradients, embedding_update
-from fused_ops.embedding_columns import reorder
-from fused_ops.embedding_inputs import EmbeddingInputs, OptimizerInputs
+from fused_ops.embedding_columns import received_sizes, reorder, sent_sizes
+from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.symmetric.agreement import library
 from fused_ops.symmetric.group import GroupContext
+from fused_ops.symmetric.host_channel import host_channel
 
 __all__ = ["embedding_all_to_all", "embedding_all_to_all_gradient", "embedding_gradients", "embedding_update"]
 
@@ -24,16 +27,22 @@ def embedding_all_to_all(
     inputs: EmbeddingInputs, optimizer: OptimizerInputs, group: GroupContext, channel: int
 ) -> Tensor:
     """See `fused_ops.embedding_all_to_all`."""
-    optimizer.check(inputs.tables)
-    layout = inputs.layout
-    received = host.all_to_all(
-        pooled_locally(inputs).view(-1),
-        [inputs.local_batch * layout.local_dim(r) for r in range(group.world)],
-        [size * inputs.local_dim for size in layout.batch_sizes],
-        group,
-        channel,
-    )
-    return reorder(received, layout, group.rank)
+    with _telling_peers(group, channel):
+        optimizer.check(inputs.tables)
+        pooled = pooled_locally(inputs)
+    layout, rank = inputs.layout, group.rank
+    received = host.all_to_all(pooled.view(-1), received_sizes(layout, rank), sent_sizes(layout, rank), group, channel)
+    return reorder(received, layout, rank)
+
+
+@contextmanager
+def _telling_peers(group: GroupContext, channel: int) -> Iterator[None]:
+    """An input rejected here is a rejection of the exchange that the peers are about to wait in."""
+    try:
+        yield
+    except ValueError:
+        with host_channel(group, channel).agreement.call(OPERATOR):
+            raise
 
 
 def pooled_locally(inputs: EmbeddingInputs) -> Tensor:
@@ -48,8 +57,9 @@ def embedding_all_to_all_gradient(
     grad: Tensor, inputs: EmbeddingInputs, average: bool, group: GroupContext, channel: int
 ) -> tuple[Tensor, Tensor]:
     """See `fused_ops.embedding_all_to_all._gradient`."""
-    lookups = Lookups(inputs)
-    inputs.check_gradient(grad)
+    with _telling_peers(group, channel):
+        lookups = Lookups(inputs)
+        inputs.check_gradient(grad)
     layout = inputs.layout
     grad = grad.contiguous()
     packed = torch.empty(grad.numel(), dtype=grad.dtype)
@@ -63,13 +73,8 @@ def embedding_all_to_all_gradient(
         ctypes.c_float(group.world if average else 1),
         ctypes.c_void_p(packed.data_ptr()),
     )
-    received = host.all_to_all(
-        packed,
-        [size * inputs.local_dim for size in layout.batch_sizes],
-        [inputs.local_batch * layout.local_dim(r) for r in range(group.world)],
-        group,
-        channel,
-    )
+    rank = group.rank
+    received = host.all_to_all(packed, sent_sizes(layout, rank), received_sizes(layout, rank), group, channel)
     order = torch.empty(inputs.indices.numel(), dtype=torch.int64)
     library().fo_embedding_sort(lookups.pointer, ctypes.c_void_p(order.data_ptr()))
     return received.view(layout.global_batch, inputs.local_dim), order

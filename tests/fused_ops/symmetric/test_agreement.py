@@ -171,3 +171,25 @@ def early_leaver():
 
 def test_a_peer_that_leaves_after_its_last_call():
     run_ranks(2, early_leaver, may_die={1})
+
+
+def spoiled_by_a_third():
+    """Rank 2 spoils a call. Rank 0 comes to it late, when rank 1 has noticed, and has gone on without a trace of it."""
+    rank = dist.get_rank()
+    fused_ops.set_timeout(8)
+    for _ in range(3):
+        call()
+    for turn in range(40):
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.01)
+        rejects = rank == 2 and turn % 2 == 0
+        input = torch.zeros(3 + rejects, 2 + (rank == 2 and turn % 2 == 1))
+        kind = ValueError if rejects or turn % 2 else fused_ops.PeerAbortedError
+        with pytest.raises(kind, match="divide evenly" if turn % 2 == 0 else "disagree"):
+            fused_ops.all_to_all(input, comm="host")
+        call()
+
+
+def test_a_call_that_one_rank_spoils_ends_on_ranks_that_wait_for_another():
+    run_ranks(3, spoiled_by_a_third)

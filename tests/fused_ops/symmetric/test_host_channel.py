@@ -1,4 +1,4 @@
-"""Slots in use: outputs held, staged, saved by autograd, alive when the process ends; and credits that were withdrawn."""
+"""Slots in use: outputs held, staged, saved by autograd, alive when the process ends; credits that were withdrawn."""
 
 import gc
 import subprocess

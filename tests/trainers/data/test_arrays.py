@@ -71,7 +71,7 @@ def test_broken_directory_is_named(tmp_path, breaking, reason):
 
 
 def test_unfinished_or_absent_directory(tmp_path):
-    with pytest.raises(DataError, match="no such directory; .*prepare_criteo"):
+    with pytest.raises(DataError, match=r"no such directory; .*prepare_criteo"):
         Dataset(tmp_path / "none")
     (tmp_path / ".prepare").mkdir()
     with pytest.raises(DataError, match="not finished; run that command again"):

@@ -85,7 +85,7 @@ def test_empty_local_batch_is_a_batch(directory):
     assert batch.labels.shape == (0,)
     assert batch.sparse.stride() == 0
     assert batch.sparse.values().dtype == torch.int64
-    assert batch.sparse.to_dict()["cat_25"].values().shape == (0,)
+    assert batch.sparse["cat_25"].values().shape == (0,)  # (TorchRec's to_dict fails at stride 0)
 
 
 @pytest.mark.parametrize("start", [1, 10, 11, 25])

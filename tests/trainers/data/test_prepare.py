@@ -72,7 +72,7 @@ def test_bytes_depend_on_neither_blocks_workers_nor_compression(tmp_path):
     lines = random_lines(500)
     plain = write(tmp_path / "a", lines)
     reference = None
-    for number, (block, workers) in enumerate([(300, 1), (7000, 3), (1 << 20, 2)]):
+    for number, (block, workers) in enumerate([(2000, 1), (7000, 3), (1 << 20, 2)]):
         run([plain], tmp_path / str(number), block_bytes=block, workers=workers, checkpoint_bytes=10_000)
         found = contents(tmp_path / str(number))
         assert reference is None or found == reference
@@ -248,7 +248,8 @@ def test_synthetic_mark_is_carried(tmp_path):
     packed = tmp_path / "a.gz"
     packed.write_bytes(gzip.compress(generated.read_bytes()))
     found = {}
-    for name, sources in {"one": [generated], "gz": [packed], "two": [generated, other], "mixed": [generated, real], "real": [real]}.items():  # fmt: skip
+    cases = {"one": [generated], "gz": [packed], "two": [generated, other], "mixed": [generated, real], "real": [real]}
+    for name, sources in cases.items():
         meta = run(sources, tmp_path / f"out_{name}")
         found[name] = (meta.synthetic, meta.bayes_auc)
     assert found == {

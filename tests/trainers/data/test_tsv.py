@@ -69,7 +69,7 @@ def test_fast_and_slow_path_accept_the_same_lines():
     rng = random.Random(1)
     base = [text.encode() for text in random_lines(50, seed=2)]
     rejected = 0
-    for _ in range(3000):
+    for _ in range(600):
         text = bytearray(rng.choice(base))
         for _ in range(rng.choice([1, 1, 2])):
             at = rng.randrange(len(text))
@@ -81,7 +81,7 @@ def test_fast_and_slow_path_accept_the_same_lines():
         assert [b.line for b in bad] == [number for number, good in enumerate(valid, 1) if not good], data
         assert len(rows.labels) == sum(valid)
         rejected += len(bad)
-    assert 500 < rejected < 5000
+    assert 100 < rejected < 1000
 
 
 def test_values_and_missing_fields():
@@ -105,7 +105,7 @@ def all_bad_lines(path, block_bytes) -> tuple[int, list[BadLine]]:
     return sum(len(rows.labels) for rows, _ in parsed), [b for _, bad in parsed for b in bad]
 
 
-@pytest.mark.parametrize("block_bytes", [100, 4096, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [1000, 4096, 1 << 20])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_line_numbers_do_not_depend_on_blocks_or_compression(tmp_path, block_bytes, ending):
     lines = random_lines(200, seed=3, digits=1)
