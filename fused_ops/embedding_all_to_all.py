@@ -4,8 +4,8 @@ Per rank (W ranks; F local features over T local tables; B = sum(batch_sizes) sa
 features' summed width; total_dim columns over all ranks):
 
     forward     lookups [B, D] of the global batch, stored by the kernel into the outputs [b, total_dim] of all ranks
-    backward    `embedding_all_to_all_gradient`: output gradient [b, total_dim] -> All-to-All -> [B, D] on the table owners
-                `embedding_update` (optimizer in backward) or `embedding_gradients` (plain): local, tables and states
+    backward    output gradient [b, total_dim] -> All-to-All -> [B, D] on the table owners -> tables and states
+                (the operators of `embedding_backward`)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fused_ops.embedding_backward  # noqa: F401  (registers the operators that backward calls)
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
@@ -53,8 +54,8 @@ def embedding_all_to_all(
     feature_tables: the table that each local feature looks up; None = feature f looks up table f.
     pooling: "sum", or "mean" (over the bag's length).
     per_sample_weights: [nnz] float32 factors of the rows; differentiable.
-    optimizer: applied in backward, at the learning rate that it had in forward (as in FBGEMM). Two calls in flight on one table update it one after
-        the other, in the order of their backwards, each from the values it finds.
+    optimizer: applied in backward, at the learning rate that it had in forward (as in FBGEMM). Two calls in flight on one
+        table update it one after the other, in the order of their backwards, each from the values it finds.
     average_over_ranks: divide the output gradient by W, as TorchRec and DDP do. Equal on all ranks.
     out_of_range: "error" names table and value; "clamp" to the nearest row; "hash" takes the index modulo the rows.
     channel: calls on one channel of a group are issued in the same order on every rank.
@@ -119,7 +120,17 @@ def _embedding_all_to_all(
     ctx = context(group)
     backend = choose(OPERATOR, comm, require_fused, indices.device, ctx)
     inputs = EmbeddingInputs(
-        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
+        tables,
+        indices,
+        offsets,
+        per_sample_weights,
+        feature_tables,
+        layout,
+        dtype,
+        pooling,
+        out_of_range,
+        ctx.rank,
+        ctx.world,
     )
     return backend.embedding_all_to_all(inputs, OptimizerInputs(optimizer, states, learning_rate, eps), ctx, channel)
 
@@ -131,121 +142,22 @@ def _(anchor, tables, indices, offsets, per_sample_weights, feature_tables, layo
     return indices.new_empty((layout[2 + rank], layout[1]), dtype=dtype)
 
 
-@torch.library.custom_op("fused_ops::embedding_all_to_all_gradient", mutates_args=())
-def _gradient(
-    grad: Tensor,
-    tables: Sequence[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    feature_tables: Sequence[int] | None,
-    layout: Sequence[int],
-    dtype: torch.dtype,
-    pooling: str,
-    out_of_range: str,
-    average_over_ranks: bool,
-    group: str,
-    channel: int,
-    comm: str,
-    require_fused: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output gradient [b, total_dim] -> ([B, D] on the table owners, the lookups in order of their row [nnz] int64)."""
-    ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradient")
-    inputs = EmbeddingInputs(
-        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
-    )
-    return backend.embedding_all_to_all_gradient(grad, inputs, average_over_ranks, ctx, channel)
-
-
-@_gradient.register_fake
-def _(grad, tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, *rest):
-    rank = resolve(rest[3]).rank()
-    world = layout[0]
-    counts = layout[2 + world : 2 + 2 * world]
-    first = 2 + 2 * world + sum(counts[:rank])
-    local_dim = sum(layout[first : first + counts[rank]])
-    return grad.new_empty((sum(layout[2 : 2 + world]), local_dim)), indices.new_empty(indices.shape, dtype=torch.int64)
-
-
-@torch.library.custom_op("fused_ops::embedding_update", mutates_args=("tables", "states"))
-def _update(
-    grad: Tensor,
-    order: Tensor,
-    tables: Sequence[Tensor],
-    states: Sequence[Tensor],
-    learning_rate: Tensor,
-    eps: float,
-    optimizer: str,
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    feature_tables: Sequence[int] | None,
-    layout: Sequence[int],
-    dtype: torch.dtype,
-    pooling: str,
-    out_of_range: str,
-    weight_gradient: bool,
-    group: str,
-    comm: str,
-    require_fused: bool,
-) -> Tensor:
-    """Apply the optimizer. Returns the gradient of per_sample_weights [nnz] (from the tables before the update), or [0]."""
-    ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="update")
-    inputs = EmbeddingInputs(
-        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
-    )
-    return backend.embedding_update(grad, order, inputs, OptimizerInputs(optimizer, states, learning_rate, eps), weight_gradient)
-
-
-@_update.register_fake
-def _(grad, order, tables, states, learning_rate, eps, optimizer, indices, *rest):
-    weight_gradient = rest[7]
-    return indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
-
-
-@torch.library.custom_op("fused_ops::embedding_gradients", mutates_args=())
-def _gradients(
-    grad: Tensor,
-    order: Tensor,
-    tables: Sequence[Tensor],
-    wanted: Sequence[int],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    feature_tables: Sequence[int] | None,
-    layout: Sequence[int],
-    dtype: torch.dtype,
-    pooling: str,
-    out_of_range: str,
-    weight_gradient: bool,
-    group: str,
-    comm: str,
-    require_fused: bool,
-) -> list[Tensor]:
-    """Dense gradients of the tables numbered in `wanted`, then the gradient of per_sample_weights ([nnz], or [0])."""
-    ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradients")
-    inputs = EmbeddingInputs(
-        tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range, ctx.rank, ctx.world
-    )
-    return backend.embedding_gradients(grad, order, inputs, wanted, weight_gradient)
-
-
-@_gradients.register_fake
-def _(grad, order, tables, wanted, indices, *rest):
-    weight_gradient = rest[7]
-    last = indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
-    return [*(torch.empty_like(tables[t]) for t in wanted), last]
-
-
 def _save(ctx, inputs, output):
     _, ctx.tables, indices, offsets, weights, *rest = inputs
     # Tables and states are not saved for backward: another call's backward may have updated them by then, rightly.
     ctx.save_for_backward(indices, offsets, weights)
     ctx.feature_tables, ctx.layout, ctx.dtype, ctx.pooling, ctx.out_of_range, *rest = rest
-    ctx.optimizer, ctx.states, learning_rate, ctx.eps, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused = rest
+    (
+        ctx.optimizer,
+        ctx.states,
+        learning_rate,
+        ctx.eps,
+        ctx.average,
+        ctx.group,
+        ctx.channel,
+        ctx.comm,
+        ctx.require_fused,
+    ) = rest
     ctx.learning_rate = None if learning_rate is None else learning_rate.clone()
 
 
@@ -267,10 +179,19 @@ def _backward(ctx, output_grad):
             table_grads[t] = table_grad
     else:
         weights_grad = torch.ops.fused_ops.embedding_update(
-            grad, order, ctx.tables, ctx.states, ctx.learning_rate, ctx.eps, ctx.optimizer, *lookups, weight_gradient, *where
+            grad,
+            order,
+            ctx.tables,
+            ctx.states,
+            ctx.learning_rate,
+            ctx.eps,
+            ctx.optimizer,
+            *lookups,
+            weight_gradient,
+            *where,
         )
     # torch takes an empty list of numbers for a list of tensors, and wants a list back.
-    feature_tables_grad = [] if ctx.feature_tables == [] else None
+    feature_tables_grad: list | None = [] if ctx.feature_tables == [] else None
     states_grad = [None] * len(ctx.states)
     head = (None, table_grads, None, None, weights_grad if weight_gradient else None, feature_tables_grad)
     return *head, *(None,) * 5, states_grad, *(None,) * 7
@@ -278,4 +199,3 @@ def _backward(ctx, output_grad):
 
 _embedding_all_to_all.register_autograd(_backward, setup_context=_save)
 register_ordered("fused_ops::embedding_all_to_all")
-register_ordered("fused_ops::embedding_all_to_all_gradient")

@@ -96,7 +96,9 @@ class EmbeddingInputs:
                 )
             self._check_device(f"table {t}", table)
         if len(self.feature_tables) != len(self.dims):
-            raise _wrong(f"feature_tables needs one entry a local feature ({len(self.dims)}), got {len(self.feature_tables)}")
+            raise _wrong(
+                f"feature_tables needs one entry a local feature ({len(self.dims)}), got {len(self.feature_tables)}"
+            )
         for f, (t, dim) in enumerate(zip(self.feature_tables, self.dims, strict=True)):
             if not 0 <= t < len(self.tables):
                 raise _wrong(f"feature {f} looks up table {t}, but this rank has {len(self.tables)} tables")

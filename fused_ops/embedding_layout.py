@@ -120,7 +120,9 @@ def _check_tiling(
     pieces = []
     for rank, (dims, columns) in enumerate(zip(feature_dims, feature_columns, strict=True)):
         if len(dims) != len(columns):
-            raise ValueError(f"EmbeddingLayout: rank {rank} has {len(dims)} feature_dims and {len(columns)} feature_columns")
+            raise ValueError(
+                f"EmbeddingLayout: rank {rank} has {len(dims)} feature_dims and {len(columns)} feature_columns"
+            )
         pieces += [(column, dim, rank, f) for f, (dim, column) in enumerate(zip(dims, columns, strict=True))]
     expected, before = 0, "the start"
     for column, dim, rank, f in sorted(pieces):
@@ -180,4 +182,6 @@ class FusedOptimizer:
         if kind not in shapes:
             raise ValueError(f"FusedOptimizer: kind must be one of {', '.join(shapes)}, got {kind!r}")
         shape_of = shapes[kind]
-        return [] if shape_of is None else [torch.zeros(shape_of(t), dtype=torch.float32, device=t.device) for t in tables]
+        return (
+            [] if shape_of is None else [torch.zeros(shape_of(t), dtype=torch.float32, device=t.device) for t in tables]
+        )

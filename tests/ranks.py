@@ -64,15 +64,15 @@ def run_ranks(
 
 def _collect(ranks: list, deadline: float, timeout: float, may_die: Collection[int]) -> list[Any]:
     results: list[Any] = [None] * len(ranks)
-    pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    pending: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     while pending:
         arrived = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not arrived:
             raise RankError(f"after {timeout:g} s ranks {sorted(pending.values())} had not returned")
         for connection in arrived:
-            rank = pending.pop(connection)  # type: ignore[arg-type]
+            rank = pending.pop(connection)
             try:
-                kind, value = connection.recv()  # type: ignore[union-attr]
+                kind, value = ranks[rank][1].recv()
             except EOFError:
                 ranks[rank][0].join(timeout=5)
                 if rank in may_die:

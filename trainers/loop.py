@@ -19,8 +19,8 @@ import fused_ops
 from trainers import checkpoint, metrics
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
-from trainers.engines import Engine
 from trainers.data.batch import Batch
+from trainers.engines import Engine
 from trainers.feed import Feed
 from trainers.schedule import learning_rate_factor
 from trainers.step_timing import StepTimer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import signal
 import sys
 import warnings
@@ -26,8 +28,8 @@ from trainers.loggers import Loggers, make_loggers
 from trainers.loop import Run, train
 from trainers.run_summary import RunFacts, StepStatistics, backend_that_ran, counter_rows, write_summary
 
-FAILURE = "trainers/failure"
-SUMMARY_WRITTEN = "trainers/summary_written"
+FAILURE = "failure"
+SUMMARY_WRITTEN = "summary_written"
 GRACE_S = 2.0
 
 
@@ -55,9 +57,9 @@ def run(
         if build_batches is None:
             build_batches, info = _data(config)
             facts.data, facts.data_is_synthetic, facts.bayes_auc = info.name, info.synthetic, info.bayes_auc
-        with _sigterm_raises(), make_loggers(config.logger, config.run_dir, rank) as loggers:
+        with _sigterm_raises(), _quiet(), make_loggers(config.logger, config.run_dir, rank) as loggers:
             _train(config, build_batches, loggers, statistics, facts)
-            summary = _finish(facts, statistics, "ok")
+            summary = statistics.summary(facts, "ok")
             if rank == 0:
                 write_summary(config.run_dir, summary)
             loggers.finish("ok", summary=summary)
@@ -66,7 +68,7 @@ def run(
         reason = _first_failure(store, rank, error)
         error.add_note(f"training ended because of {reason}")
         print(f"rank {rank} of {world}: training ended because of {reason}", file=sys.stderr, flush=True)
-        _write_failed(config, rank, store, _finish(facts, statistics, "failed", reason))
+        _write_failed(config, rank, store, statistics.summary(facts, "failed", reason))
         raise
     dist.barrier()
     dist.destroy_process_group()
@@ -112,6 +114,7 @@ def _train(
     facts.counters = counter_rows(fused_ops.counters())
     fused = config.comm.embedding_all_to_all == "fused"
     facts.backend = backend_that_ran(facts.counters) if fused else "baseline"
+    facts.link = "CPU host, shared memory" if facts.backend == "host" else "CPU host, gloo"
     dist.barrier()
     engine.close()
 
@@ -127,10 +130,9 @@ def _data(config: RunConfig) -> tuple[Callable[..., Iterable[Any]], DataInfo]:
 def _join(config: RunConfig, rank: int, world: int) -> dist.Store:
     """The default process group, and the store behind it, in which ranks leave word when they fail."""
     timeout = timedelta(seconds=config.comm.timeout_s)
-    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=timeout)))
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("trainers", store), rank=rank, world_size=world, timeout=timeout
-    )
+    shared, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=timeout)))
+    store = dist.PrefixStore(f"trainers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     fused_ops.set_timeout(config.comm.timeout_s)
     return store
 
@@ -141,12 +143,20 @@ def _sigterm_raises() -> Iterator[None]:
         raise TerminatedError("the launcher ended this rank")
 
     before = signal.signal(signal.SIGTERM, raise_terminated)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries say about each other, which nobody can act on."""
+    for name in ("torchrec.distributed.utils", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         # TorchRec builds on ShardedTensor and DDP's old argument names; FBGEMM's dense kernel brings its own autograd.
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*(ShardedTensor|broadcast_buffers).*")
         warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
         yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str:
@@ -170,25 +180,16 @@ def _follows_from_another(error: BaseException) -> bool:
 
 
 def _write_failed(config: RunConfig, rank: int, store: dist.Store, summary: dict[str, Any]) -> None:
-    """Rank 0 writes; where it is gone, the first other rank that notices does."""
-    with contextlib.suppress(Exception):
-        if rank == 0:
-            write_summary(config.run_dir, summary)
-            store.set(SUMMARY_WRITTEN, "0")
+    """Rank 0 writes it. Where rank 0 does not, the others do, without medians; the file is replaced whole."""
+    if rank != 0:
+        with contextlib.suppress(Exception):  # the store may have gone with rank 0
+            store.wait([SUMMARY_WRITTEN], timedelta(seconds=GRACE_S))
             return
-        if not _gone(store):
-            return
-        if store.add("trainers/summary_claims", 1) == 1:
-            write_summary(config.run_dir, summary)
-
-
-def _gone(store: dist.Store) -> bool:
-    """Whether rank 0 wrote no summary within the grace period."""
     try:
-        store.wait([SUMMARY_WRITTEN], timedelta(seconds=GRACE_S))
-    except Exception:
-        return True
-    return False
+        write_summary(config.run_dir, summary)
+        store.set(SUMMARY_WRITTEN, str(rank))
+    except Exception as error:  # must not hide the failure itself
+        print(f"rank {rank}: no summary written: {error}", file=sys.stderr, flush=True)
 
 
 def _facts(config: RunConfig, world: int) -> RunFacts:
@@ -202,7 +203,3 @@ def _facts(config: RunConfig, world: int) -> RunFacts:
         device=config.trainer.device,
         run_dir=str(config.run_dir),
     )
-
-
-def _finish(facts: RunFacts, statistics: StepStatistics, status: str, reason: str | None = None) -> dict[str, Any]:
-    return statistics.summary(facts, status, reason)

@@ -67,10 +67,8 @@ inline int64_t valid_row(int64_t index, int64_t rows, int32_t policy) {
 inline void make_valid(const Lookups& l, int32_t policy, int64_t* out) {
   for (int64_t f = 0; f < l.features; ++f) {
     const int64_t rows = l.rows(f);
-    for (int64_t i = l.offsets[f * l.batch]; i < l.offsets[(f + 1) * l.batch]; ++i) {
-      const int64_t index = l.index_bytes == 4 ? static_cast<const int32_t*>(l.indices)[i] : static_cast<const int64_t*>(l.indices)[i];
-      out[i] = valid_row(index, rows, policy);
-    }
+    for (int64_t i = l.offsets[f * l.batch]; i < l.offsets[(f + 1) * l.batch]; ++i)
+      out[i] = valid_row(l.index(i), rows, policy);
   }
 }
 

@@ -54,12 +54,10 @@ inline void radix_sort(uint64_t* a, uint64_t* b, int64_t n, int shift, int bits)
   if (from != a) memcpy(a, from, n * sizeof(uint64_t));
 }
 
-template <class Index>
-void fill_entries(const Lookups& l, int64_t f, int shift, uint64_t* out) {
-  const auto* indices = static_cast<const Index*>(l.indices);
+inline void fill_entries(const Lookups& l, int64_t f, int shift, uint64_t* out) {
   for (int64_t bag = f * l.batch; bag < (f + 1) * l.batch; ++bag)
     for (int64_t i = l.offsets[bag]; i < l.offsets[bag + 1]; ++i)
-      *out++ = (static_cast<uint64_t>(indices[i]) << shift) | static_cast<uint64_t>(l.weights ? i : bag);
+      *out++ = (static_cast<uint64_t>(l.index(i)) << shift) | static_cast<uint64_t>(l.weights ? i : bag);
 }
 
 // order: [nnz] entries. Indices are valid rows.
@@ -69,9 +67,7 @@ inline void sort_lookups(const Lookups& l, uint64_t* order) {
   std::vector<uint64_t> scratch(l.nnz);
   std::vector<int64_t> fill(start);
   for (int64_t f = 0; f < l.features; ++f) {
-    uint64_t* out = order + fill[l.feature_table[f]];
-    if (l.index_bytes == 4) fill_entries<int32_t>(l, f, shift, out);
-    else fill_entries<int64_t>(l, f, shift, out);
+    fill_entries(l, f, shift, order + fill[l.feature_table[f]]);
     fill[l.feature_table[f]] += l.offsets[(f + 1) * l.batch] - l.offsets[f * l.batch];
   }
 #pragma omp parallel for schedule(dynamic) num_threads(l.threads) if (l.threads > 1 && l.tables > 1)

@@ -123,6 +123,12 @@ void fo_mark_broken(void* handle, const char* text) {
   for (int r : ch->others()) ch->ring(r);
 }
 
+// Whether that rank posted other facts than this one for a call, rather than rejecting it.
+int fo_disagrees(void* handle, int rank, int64_t call) {
+  auto* ch = static_cast<Channel*>(handle);
+  return ch->disagrees(rank, call) && !ch->rejects(rank, call);
+}
+
 void fo_reason(void* handle, int rank, int64_t call, int broken, char* text) {
   auto* ch = static_cast<Channel*>(handle);
   memcpy(text, broken ? ch->head(rank)->broken_text : ch->descriptor(rank, call)->text, kTextBytes);

@@ -218,7 +218,10 @@ class Agreement:
         status, peer = result.status, result.detail_rank
         if status == OK:
             return
-        where = f"{self.operator}: rank {self.rank} of group '{self.group.name}', channel {self.index}, call {self.call_number}, {PHASES.get(result.phase, '')}"
+        where = (
+            f"{self.operator}: rank {self.rank} of group '{self.group.name}', channel {self.index}, call {self.call_number}, "
+            f"{PHASES.get(result.phase, '')}"
+        )
         if status == INTERRUPTED:
             raise self._raised_in_wait.pop()
         if status == REJECTED:
@@ -256,6 +259,10 @@ class Agreement:
             )
         assert self.broken is not None
         raise self.broken
+
+    def disagrees(self, rank: int, call: int) -> bool:
+        """Whether that rank made another call than this one, rather than rejecting its input."""
+        return bool(self._lib.fo_disagrees(self.handle, rank, ctypes.c_int64(call)))
 
     def reason(self, rank: int, call: int | None = None, broken: bool = False) -> str:
         """What that rank said of a call (by default the present one), or of why it gave up."""

@@ -282,7 +282,7 @@ class CudaChannel:
             late = sorted({r.peer} | {p for p in range(self.world) if r.late >> p & 1 and p != self.rank})
             return PeerTimeoutError(f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {late}")
         reason = self.agreement.reason(r.peer, r.call_number)
-        if r.code == host.REJECTED:
+        if r.code == host.REJECTED and not self.agreement.disagrees(r.peer, r.call_number):
             return PeerAbortedError(f"{where}: rank {r.peer} rejected its input or gave up: {reason}")
         mine = self.agreement.reason(self.rank, r.call_number)
         return ValueError(f"{where}: ranks disagree: rank {self.rank} has [{mine}], rank {r.peer} has [{reason}]")

@@ -96,10 +96,8 @@ class IndexDistribution:
         keys = features.keys()
         rows = torch.tensor([self._rows[key] for key in keys], dtype=values.dtype)
         rows = rows.repeat_interleave(torch.tensor(features.length_per_key()))
-        if self.out_of_range == "hash":
-            values = torch.remainder(values, rows)
-        else:
-            values = torch.minimum(values.clamp(min=0), rows - 1)
+        clamp = self.out_of_range == "clamp"
+        values = torch.minimum(values.clamp(min=0), rows - 1) if clamp else torch.remainder(values, rows)
         return KeyedJaggedTensor(
             keys=keys, values=values, lengths=features.lengths(), weights=features.weights_or_none()
         )

@@ -125,7 +125,8 @@ class Case:
         for got, want in zip(result.states, expected.states, strict=True):
             _close(got, want, TOLERANCE[dtype])
         for got, want in zip(result.table_grads, expected.table_grads, strict=True):
-            assert got is not None and got.dtype == dtype
+            assert got is not None
+            assert got.dtype == dtype
             _close(got, want, TOLERANCE[dtype])
         if expected.weights_grad is not None:
             assert result.weights_grad is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,6 +184,7 @@ def gradient(lab: Lab) -> str:
         given = [content(lab.rank, s, ~call, shape(rows_in[s]), layout.dtype, lab.device) for s in range(lab.world)]
         output.backward(torch.cat(given))
         back = [content(t, lab.rank, ~call, shape(rows_out[t]), layout.dtype, lab.device) for t in range(lab.world)]
+        assert input.grad is not None
         lab.check(input.grad, torch.cat(back))
     lab.finish()
     return f"{lab.checked // 2} forward and backward passes"
@@ -198,7 +201,7 @@ def rejected_input(lab: Lab) -> str:
         rows = lab.world * 3 + (1 if lab.rank == bad else 0)
         kind = ValueError if lab.rank == bad else fused_ops.PeerAbortedError
         input = torch.zeros(rows, 4, device=lab.device)
-        error = lab.fails(kind, lambda input=input: fused_ops.all_to_all(input, comm=lab.comm))
+        error = lab.fails(kind, functools.partial(fused_ops.all_to_all, input, comm=lab.comm))
         assert "divide evenly" in str(error), error
         assert lab.rank == bad or f"rank {bad} rejected" in str(error), error
     lab.finish()
@@ -215,7 +218,7 @@ def disagreeing_ranks(lab: Lab) -> str:
     turns = max(2, lab.calls // 20)
     for turn in range(turns):
         is_odd = lab.rank == odd
-        cases = {
+        cases: dict[str, dict[str, Any]] = {
             "trailing shape": {"input": zeros(3 * world, 5 + turn if is_odd else 4)},
             "dtype": {"input": zeros(3 * world, 4, dtype=torch.float64 if is_odd else torch.float32)},
             "rows": {"input": zeros((4 + turn if is_odd else 3) * world, 4)},
@@ -226,11 +229,45 @@ def disagreeing_ranks(lab: Lab) -> str:
             },
         }
         for name, arguments in cases.items():
-            error = lab.fails(ValueError, lambda a=arguments: fused_ops.all_to_all(**a, comm=lab.comm))
+            error = lab.fails(ValueError, functools.partial(fused_ops.all_to_all, **arguments, comm=lab.comm))
             assert re.search("disagree|which expects", str(error)), f"{name}: {error}"
             lab.exchange(layout, turn)
     lab.finish()
     return f"{turns * 4} disagreements on shape, dtype and splits, {lab.checked} good calls between them"
+
+
+@scenario(smallest_world=2, weight=0.3)
+def everything_at_once(lab: Lab) -> str:
+    """Good calls, rejections and disagreements by changing ranks in random order; ranks pause, flags lag, outputs are held."""
+    rng, own, held, spoilt = lab.rng("mixture"), lab.rng(f"pauses of {lab.rank}"), [], 0
+    known = [Layout.draw(rng, lab.world) for _ in range(4)]
+    lab.exchange(known[0], 0)
+    lab.set_stress_delay(300)
+    for call in range(1, lab.calls):
+        kind, culprit = rng.random(), rng.randrange(lab.world)
+        if own.random() < 0.1:
+            lab.pause(own, 0.003)
+        if kind < 0.85:
+            layout = rng.choice(known) if rng.random() < 0.7 else Layout.draw(rng, lab.world)
+            _, output, expected = lab.send(layout, call)
+            held.append((output, expected))
+            if own.random() < 0.5:
+                lab.check(*held.pop(own.randrange(len(held))))
+            continue
+        spoilt += 1
+        rows = rng.choice([1, 2])
+        if kind < 0.93:
+            input = torch.zeros(rows * lab.world + (lab.rank == culprit), 3, device=lab.device)
+            error = ValueError if lab.rank == culprit or lab.world == 1 else fused_ops.PeerAbortedError
+        else:
+            input = torch.zeros(rows * lab.world, 4 if lab.rank == culprit else 3, device=lab.device)
+            error = ValueError
+        lab.fails(error, functools.partial(fused_ops.all_to_all, input, comm=lab.comm))
+    for output, expected in held:
+        lab.check(output, expected)
+    lab.set_stress_delay(0)
+    lab.finish()
+    return f"{lab.checked} good calls, {spoilt} that one rank spoilt"
 
 
 @scenario(smallest_world=2, fixed_calls=True)

@@ -111,5 +111,5 @@ def test_a_killed_rank_ends_all_and_the_newest_checkpoint_resumes(comm, victim, 
 
 
 def test_a_device_that_cannot_train_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="trainer.device=cuda can't train yet; allowed: cpu"):
+    with pytest.raises(ValueError, match=r"trainer.device=cuda can't train yet; allowed: cpu"):
         run(_config(tmp_path, trainer={"device": "cuda"}), 0, 1)

@@ -54,9 +54,7 @@ def global_batch(model: ModelConfig, number: int, size: int, split: str = "train
         values.append(torch.randint(0, rows, (int(length.sum()),), generator=generator))
     score = dense.sum(1) + 2.0 * (values[0] % 2) - 1.0 if hot[0] == 1 else dense.sum(1)
     labels = (torch.rand(size, generator=generator) < score.sigmoid()).float()
-    sparse = KeyedJaggedTensor(
-        keys=cat_keys(len(hot)), values=torch.cat(values), lengths=torch.cat(lengths)
-    )
+    sparse = KeyedJaggedTensor(keys=cat_keys(len(hot)), values=torch.cat(values), lengths=torch.cat(lengths))
     return Batch(dense, sparse, labels)
 
 
@@ -89,7 +87,9 @@ def train(config: RunConfig, progress: Progress | None = None) -> list[dict[str,
     return records
 
 
-def run_loop(config: RunConfig, engine: Engine, progress: Progress, batches: Any = build_batches) -> list[dict[str, Any]]:
+def run_loop(
+    config: RunConfig, engine: Engine, progress: Progress, batches: Any = build_batches
+) -> list[dict[str, Any]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     records: list[dict[str, Any]] = []
 

@@ -44,7 +44,9 @@ def embedding_all_to_all_gradient(
     received = _exchange(packed, received_sizes(layout, group.rank), sent_sizes(layout, group.rank), group)
     if average:
         received.div_(group.world)
-    return received.view(layout.global_batch, inputs.local_dim), inputs.indices.new_empty(inputs.indices.shape, dtype=torch.int64)
+    return received.view(layout.global_batch, inputs.local_dim), inputs.indices.new_empty(
+        inputs.indices.shape, dtype=torch.int64
+    )
 
 
 def embedding_update(
@@ -69,7 +71,9 @@ def embedding_gradients(
 
 
 def _weights_grad(kernels: ModuleType, lookups: Lookups, grad: Tensor, wanted: bool) -> Tensor:
-    return kernels.weights_gradient(lookups, grad) if wanted else torch.empty(0, dtype=torch.float32, device=grad.device)
+    return (
+        kernels.weights_gradient(lookups, grad) if wanted else torch.empty(0, dtype=torch.float32, device=grad.device)
+    )
 
 
 def _kernels(lookups: Lookups) -> ModuleType:

@@ -51,9 +51,9 @@ class Run:
     last: int
     weights: Tensor
     weights_offsets: Tensor
-    D_offsets: Tensor
+    dim_offsets: Tensor
     columns: slice
-    max_D: int
+    widest: int
     hash_size_cumsum: Tensor
     total_hash_size_bits: int
     indices: Tensor
@@ -62,11 +62,11 @@ class Run:
     pooling_mode: int
 
     @property
-    def total_D(self) -> int:
+    def total_dim(self) -> int:
         return self.columns.stop - self.columns.start
 
     def tables(self) -> tuple:
-        return self.weights, self.weights_offsets, self.D_offsets
+        return self.weights, self.weights_offsets, self.dim_offsets
 
 
 def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
@@ -87,7 +87,7 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
         placed = tuple(t.storage_offset() for t in tables)
         dims, rows = tuple(t.shape[1] for t in tables), tuple(t.shape[0] for t in tables)
         distinct = tuple(lookups.feature_tables[f] for f in features)
-        weights_offsets, D_offsets, hash_size_cumsum, bits = _metadata(placed, dims, rows, distinct)
+        weights_offsets, dim_offsets, hash_size_cumsum, bits = _metadata(placed, dims, rows, distinct)
         lookup_range = slice(lookups.bounds[first], lookups.bounds[last])
         offsets = lookups.offsets[first * lookups.batch : last * lookups.batch + 1]
         # With weights, FBGEMM's mean pooling is wrong on CPU (1.8): the length goes into the weights.
@@ -96,7 +96,7 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
             last,
             flat(tables[0]),
             weights_offsets,
-            D_offsets,
+            dim_offsets,
             slice(column, column + sum(dims)),
             max(dims),
             hash_size_cumsum,
@@ -113,7 +113,7 @@ def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
 def _metadata(
     placed: tuple[int, ...], dims: tuple[int, ...], rows: tuple[int, ...], tables: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(weights_offsets, D_offsets, hash_size_cumsum, total_hash_size_bits); features of one table share its entries."""
+    """(weights_offsets, dim_offsets, hash_size_cumsum, total_hash_size_bits); features of one table share its entries."""
     cumsum, total, of_table = [], 0, {}
     for t, r in zip(tables, rows, strict=True):
         if t not in of_table:
@@ -138,7 +138,7 @@ def pool(lookups: Lookups) -> Tensor:
     parts = [
         torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
             *run.tables(),
-            run.total_D,
+            run.total_dim,
             run.hash_size_cumsum,
             run.indices,
             run.offsets,
@@ -158,7 +158,11 @@ def weights_gradient(lookups: Lookups, grad: Tensor) -> Tensor:
     """[nnz] float32."""
     parts = [
         torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
-            _columns(grad, run), *run.tables(), run.indices, run.offsets, torch.ones(run.last - run.first, dtype=torch.int32)
+            _columns(grad, run),
+            *run.tables(),
+            run.indices,
+            run.offsets,
+            torch.ones(run.last - run.first, dtype=torch.int32),
         )
         for run in _runs(lookups)
         if lookups.batch
@@ -193,8 +197,8 @@ def _backward_arguments(run: Run, weights: Tensor, grad: Tensor) -> tuple:
         weights,
         torch.zeros(run.last - run.first, dtype=torch.int32),
         run.weights_offsets,
-        run.D_offsets,
-        run.max_D,
+        run.dim_offsets,
+        run.widest,
         run.hash_size_cumsum,
         run.total_hash_size_bits,
         run.indices,

@@ -72,7 +72,9 @@ def weights_gradient(lookups: Lookups, grad: Tensor) -> Tensor:
         rows = lookups.tables[lookups.feature_tables[f]].detach()
         rows = rows.index_select(0, lookups.of_feature(lookups.indices, f)).float()
         lengths = lookups.feature_offsets(f).diff()
-        scale = lengths.clamp(min=1).float().reciprocal() if lookups.mean else torch.ones_like(lengths, dtype=torch.float32)
+        scale = (
+            lengths.clamp(min=1).float().reciprocal() if lookups.mean else torch.ones_like(lengths, dtype=torch.float32)
+        )
         parts.append((feature_grad * rows).sum(1) * torch.repeat_interleave(scale, lengths))
     return torch.cat(parts) if parts else torch.empty(0, device=grad.device)
 

@@ -108,7 +108,9 @@ class Lookups:
         self._alive = [numbers, indices, offsets, weights]
         row_bits = max((t.shape[0] for t in tables), default=1).bit_length()
         if row_bits + library().fo_embedding_payload_bits(ctypes.byref(self.struct)) > 64:
-            raise ValueError(f"{OPERATOR}: {indices.numel()} lookups in tables of 2^{row_bits} rows are more than the kernels can sort")
+            raise ValueError(
+                f"{OPERATOR}: {indices.numel()} lookups in tables of 2^{row_bits} rows are more than the kernels can sort"
+            )
         if check_values:
             self._check_values()
 
@@ -123,7 +125,9 @@ class Lookups:
         if kind == LAST_OFFSET:
             raise ValueError(f"{OPERATOR}: offsets must end with the number of indices, {self.struct.nnz}, got {value}")
         if kind == DECREASING:
-            raise ValueError(f"{OPERATOR}: offsets must not decrease: offsets[{at}] = {value} is below offsets[{at - 1}] (feature {feature})")
+            raise ValueError(
+                f"{OPERATOR}: offsets must not decrease: offsets[{at}] = {value} is below offsets[{at - 1}] (feature {feature})"
+            )
         if kind in (OUT_OF_RANGE, NO_ROWS):
             raise ValueError(self.inputs.describe_index(feature, at, value))
         if kind == -OUT_OF_RANGE:

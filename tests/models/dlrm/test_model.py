@@ -41,5 +41,5 @@ def test_parameter_counts(tmp_path):
 
 
 def test_an_unknown_interaction_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="model.interaction is 'cross'; allowed: dot, dcnv2"):
+    with pytest.raises(ValueError, match=r"model.interaction is 'cross'; allowed: dot, dcnv2"):
         build_dlrm(tiny.config(tmp_path, model={"interaction": "cross"}).model)

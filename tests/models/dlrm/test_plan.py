@@ -14,7 +14,11 @@ def _model(rows, dim=16, **more):
 def test_every_column_of_every_table_has_one_owner(world):
     model = _model([50, 60, 70], dim=128)
     plan = describe_plan(model, world)
-    assert [(p.table, p.rows, p.dim) for p in plan] == [("table_0", 50, 128), ("table_1", 60, 128), ("table_2", 70, 128)]
+    assert [(p.table, p.rows, p.dim) for p in plan] == [
+        ("table_0", 50, 128),
+        ("table_1", 60, 128),
+        ("table_2", 70, 128),
+    ]
     for table in plan:
         assert table.sharding in ("table_wise", "column_wise")
         assert sorted(table.column_offsets)[0] == 0
