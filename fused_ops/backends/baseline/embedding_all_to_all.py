@@ -36,7 +36,7 @@ def embedding_all_to_all(
 def embedding_all_to_all_gradient(
     grad: Tensor, inputs: EmbeddingInputs, average: bool, group: GroupContext, channel: int
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_ops.embedding_all_to_all._gradient`. FBGEMM sorts inside its update, so the order is left empty."""
+    """See `fused_ops.embedding_backward._gradient`. FBGEMM sorts inside its update, so the order is left empty."""
     inputs.check()
     inputs.check_gradient(grad)
     layout = inputs.layout
@@ -52,7 +52,7 @@ def embedding_all_to_all_gradient(
 def embedding_update(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, optimizer: OptimizerInputs, weight_gradient: bool
 ) -> Tensor:
-    """See `fused_ops.embedding_all_to_all._update`."""
+    """See `fused_ops.embedding_backward._update`."""
     lookups = Lookups(inputs, seen=True)
     optimizer.check(inputs.tables)
     kernels = _kernels(lookups)
@@ -64,7 +64,7 @@ def embedding_update(
 def embedding_gradients(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, wanted: Sequence[int], weight_gradient: bool
 ) -> list[Tensor]:
-    """See `fused_ops.embedding_all_to_all._gradients`."""
+    """See `fused_ops.embedding_backward._gradients`."""
     lookups = Lookups(inputs, seen=True)
     kernels = _kernels(lookups)
     return [*kernels.dense_gradients(lookups, grad, wanted), _weights_grad(kernels, lookups, grad, weight_gradient)]

@@ -49,7 +49,7 @@ def embedding_all_to_all(
 def embedding_all_to_all_gradient(
     grad: Tensor, inputs: EmbeddingInputs, average: bool, group: GroupContext, channel: int
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_ops.embedding_all_to_all._gradient`. The lookups are sorted while the peers' slices are on their way."""
+    """See `fused_ops.embedding_backward._gradient`. The lookups are sorted while the peers' slices are on their way."""
     lane = host_channel(group, channel)
     with lane.agreement.call(f"{OPERATOR} backward") as call:
         lookups = Lookups(inputs)

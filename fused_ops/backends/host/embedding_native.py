@@ -158,7 +158,7 @@ def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array:
 def embedding_update(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, optimizer: OptimizerInputs, weight_gradient: bool
 ) -> Tensor:
-    """See `fused_ops.embedding_all_to_all._update`."""
+    """See `fused_ops.embedding_backward._update`."""
     optimizer.check(inputs.tables)
     assert optimizer.learning_rate is not None
     return _run(grad, order, inputs, optimizer, list(inputs.tables), list(optimizer.states), weight_gradient)
@@ -167,7 +167,7 @@ def embedding_update(
 def embedding_gradients(
     grad: Tensor, order: Tensor, inputs: EmbeddingInputs, wanted: Sequence[int], weight_gradient: bool
 ) -> list[Tensor]:
-    """See `fused_ops.embedding_all_to_all._gradients`."""
+    """See `fused_ops.embedding_backward._gradients`."""
     dense = {t: torch.zeros_like(inputs.tables[t]) for t in wanted}
     targets = [dense.get(t) for t in range(len(inputs.tables))]
     last = _run(grad, order, inputs, OptimizerInputs("none", [], None, 0.0), targets, [], weight_gradient)

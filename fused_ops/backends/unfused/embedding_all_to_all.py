@@ -56,7 +56,7 @@ def pooled_locally(inputs: EmbeddingInputs) -> Tensor:
 def embedding_all_to_all_gradient(
     grad: Tensor, inputs: EmbeddingInputs, average: bool, group: GroupContext, channel: int
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_ops.embedding_all_to_all._gradient`."""
+    """See `fused_ops.embedding_backward._gradient`."""
     with _telling_peers(group, channel):
         lookups = Lookups(inputs)
         inputs.check_gradient(grad)
