@@ -1,6 +1,6 @@
 """Compile the native sources: on first use, cached by their hash, or ahead of time.
 
-The libraries have a plain C interface and include no torch header, so they build in about a second and load beside any
+The libraries have a plain C interface and include no torch header, so they build in seconds and load beside any
 torch. `python -m fused_ops.build` compiles ahead of time.
 """
 

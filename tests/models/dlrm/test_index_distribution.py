@@ -19,6 +19,10 @@ def test_check_range_names_feature_and_value():
         check_range([_kjt([0, -1, 9, 5])], {"cat_0": 10, "cat_1": 6})
 
 
+def _distribute_all(policies):
+    return [_distribute(policy) for policy in policies]
+
+
 def _distribute(policy):
     import torch.distributed as dist
 
@@ -37,11 +41,12 @@ def _distribute(policy):
     return result
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("clamp", [49, 0]), ("hash", [3, 49])])
-def test_indices_reach_the_owners_and_come_into_range(policy, expected):
-    results = run_ranks(2, _distribute, policy)
-    assert [r[0] for r in results] == [[0, 4]] * 2
-    assert [r[1] for r in results] == [0, 4]
-    held = results[0][2] | results[1][2]
-    assert set(held) == {f"cat_{t}" for t in range(5)}
-    assert held["cat_0"][:2] == expected
+def test_indices_reach_the_owners_and_come_into_range():
+    expected = {"clamp": [49, 0], "hash": [3, 49]}
+    ranks = run_ranks(2, _distribute_all, list(expected))
+    for results, first in zip(zip(*ranks, strict=True), expected.values(), strict=True):
+        assert [r[0] for r in results] == [[0, 4]] * 2
+        assert [r[1] for r in results] == [0, 4]
+        held = results[0][2] | results[1][2]
+        assert set(held) == {f"cat_{t}" for t in range(5)}
+        assert held["cat_0"][:2] == first
