@@ -18,6 +18,8 @@ received = fused_ops.all_to_all(
 )
 received.sum().backward()  # the exchange of the gradient, with the splits swapped
 
-print(f"rank {rank}: rows from ranks {received[:, 0].tolist()}, gradient {tuple(rows.grad.shape)}, ran {fused_ops.counters()}")
+print(
+    f"rank {rank}: rows from ranks {received[:, 0].tolist()}, gradient {tuple(rows.grad.shape)}, ran {fused_ops.counters()}"
+)
 dist.barrier()
 dist.destroy_process_group()
