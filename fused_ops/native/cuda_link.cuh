@@ -89,7 +89,7 @@ __device__ __forceinline__ void signal(uint64_t* flag, uint32_t epoch, uint32_t 
 // One thread: polls until the flag carries this epoch. False when `give_up()` says so. Exactly this epoch counts: a flag
 // of another call never satisfies the wait.
 template <class GiveUp>
-__device__ __forceinline__ bool wait(const uint64_t* flag, uint32_t epoch, uint32_t* low, GiveUp give_up) {
+__device__ __forceinline__ bool wait(const uint64_t* flag, uint32_t epoch, uint32_t* low, GiveUp&& give_up) {
   for (int polls = 0;; ++polls) {
     const uint64_t v = load_acquire(flag);
     if (static_cast<uint32_t>(v >> 32) == epoch) {

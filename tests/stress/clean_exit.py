@@ -38,7 +38,7 @@ dist.destroy_process_group()
 """
 
 
-def run_job(timeout_s: float = 60) -> list[str]:
+def run_job(timeout_s: float = 180) -> list[str]:
     """What went wrong in one job, by process; empty when both left with 0 and were silent."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "STORE": f"{folder}/store", "OMP_NUM_THREADS": "1"}
