@@ -7,7 +7,7 @@
 
 namespace fused_ops {
 
-enum Code : int32_t { kOk = 0, kTimeout = 1, kRejected = 3, kBadTag = 8 };
+enum Code : int32_t { kOk = 0, kTimeout = 1, kRejected = 3, kBroken = 4, kBadTag = 8 };
 enum Phase : int32_t { kCredit = 2, kData = 3 };
 
 struct State {
@@ -222,6 +222,7 @@ class Call {
 
   __device__ void close_failed(const uint32_t* tiles_of) {
     State* s = p.state;
+    if (threadIdx.x == 0 && broken() && s->failed == 0) s->failed = kBroken;
     // No block stores any more: peers that got no slice learn that none will come.
     for (int r = threadIdx.x; r < p.link.world; r += blockDim.x) {
       if (r == p.link.rank) continue;

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fused_ops import exposed
-from fused_ops.errors import PeerAbortedError, PeerTimeoutError
+from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
 from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, check_cuda, choose_link, library
@@ -215,11 +215,18 @@ class CudaChannel:
             raise ValueError(
                 f"{self.agreement.operator}: one call moves at most 16 GiB to a rank, got {largest_output} bytes"
             )
-        # Kernels in flight may still use the arena that is given up: all ranks finish theirs first.
-        torch.cuda.current_stream(self.device).synchronize()
+        # Kernels in flight may still use the arena that is given up: all ranks finish theirs, then all unmap, then it may go.
+        for stream in {torch.cuda.current_stream(self.device), self._stream or torch.cuda.current_stream(self.device)}:
+            stream.synchronize()
         self.group.exchange(f"cuda channel {self.index} grows", {})
         self._posted = None
-        self._arenas = [a for a in self._arenas if a.captured]
+        outgrown = [arena for arena in self._arenas if not arena.captured]
+        self._arenas = [arena for arena in self._arenas if arena.captured]
+        for arena in outgrown:
+            arena.memory.close_peers()
+        self.group.exchange(f"cuda channel {self.index} unmapped", {})
+        for arena in outgrown:
+            arena.memory.allow_free()
         memory = self._arena_type(self.group, self.device, slots * slot_size)
         arena = Arena(self._arena_count, slot_size, memory, self.device, memory.addresses[self.rank])
         arena.slots = [Slot(arena, i) for i in range(slots)]
@@ -268,16 +275,17 @@ class CudaChannel:
             if isinstance(error, PeerTimeoutError):
                 self.agreement.give_up(error)
             raise error
-        if self.agreement.broken is not None:
-            raise self.agreement.broken
 
     def _error_of_record(self) -> Exception:
         r = self._record
         names = {number: name for name, number in OPERATORS.items()}
         where = (
             f"{names.get(r.operator_id, '?')}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
-            f"call {r.call_number} (epoch {r.epoch}), {host.PHASES[r.phase]}"
+            f"call {r.call_number} (epoch {r.epoch}), {host.PHASES.get(r.phase, '')}"
         )
+        if r.code == host.BROKEN:
+            since = self.agreement.broken
+            return CommunicationError(f"{where}: ran on a channel that is broken since: {since}")
         if r.code == host.TIMEOUT:
             late = sorted({r.peer} | {p for p in range(self.world) if r.late >> p & 1 and p != self.rank})
             return PeerTimeoutError(f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {late}")

@@ -1,7 +1,8 @@
 """Memory that kernels of every rank of a group address, by link.
 
-peer:   device memory mapped into the peers by `torch.distributed._symmetric_memory` (NVLink, PCIe peer access, or one card
-        that several ranks share).
+peer:   device memory mapped into the peers by CUDA IPC (NVLink, PCIe peer access, or one card that several ranks share).
+        torch.distributed._symmetric_memory would map it as well, but its rendezvous counts its calls a process, not a
+        group (seen in torch 2.11): ranks that belong to different subgroups wait for each other for ever.
 pinned: host memory shared by the processes and registered with each one's device, for GPUs that cannot reach each other.
 """
 
@@ -43,15 +44,36 @@ class PeerArena:
     """`size` bytes of device memory on every rank, zeroed; `addresses[r]` is rank r's, as this rank's kernels see it."""
 
     def __init__(self, group: GroupContext, device: torch.device, size: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         self.size = size
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self._memory.zero_()
-        torch.cuda.current_stream(device).synchronize()
-        self._handle = symmetric_memory.rendezvous(self._memory, group.name)  # type: ignore[arg-type]
-        self.addresses = [int(a) for a in self._handle.buffer_ptrs]
-        group.exchange("arena ready", {})
+        self._lib = library(device.index)
+        handle = ctypes.create_string_buffer(self._lib.fo_cuda_ipc_handle_bytes())
+        own = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            code = self._lib.fo_cuda_share(ctypes.c_int64(size), ctypes.byref(own), handle)
+            check_cuda(self._lib, code, f"allocating {size} bytes of symmetric memory on {device}")
+            self._own = own
+            peers = group.exchange("peer arena", {"handle": handle.raw.hex()})
+            self.addresses = [
+                int(own.value or 0) if r == group.rank else self._open(bytes.fromhex(peer["handle"]), r)
+                for r, peer in enumerate(peers)
+            ]
+        self._opened = [address for r, address in enumerate(self.addresses) if r != group.rank]
+        group.exchange("peer arena mapped", {})
+
+    def _open(self, handle: bytes, rank: int) -> int:
+        address = ctypes.c_void_p()
+        check_cuda(self._lib, self._lib.fo_cuda_open(handle, ctypes.byref(address)), f"mapping memory of rank {rank}")
+        return int(address.value or 0)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' memory: they may not free it before. No kernel that uses it may be in flight."""
+        for address in self._opened:
+            self._lib.fo_cuda_close(ctypes.c_void_p(address))
+        self._opened = []
+
+    def allow_free(self) -> None:
+        """Every peer has unmapped this memory: free it with this object. (Otherwise it lives as long as the process.)"""
+        weakref.finalize(self, self._lib.fo_cuda_free, self._own).atexit = False
 
 
 class PinnedArena:
@@ -74,8 +96,17 @@ class PinnedArena:
             self.addresses.append(int(address.value or 0))
         group.exchange("pinned arena mapped", {})
         mine.close_fd()
+        self._own_rank = group.rank
         for segment in self._segments:
             weakref.finalize(segment, lib.fo_cuda_unpin, ctypes.c_void_p(segment.address)).atexit = False
+
+    def close_peers(self) -> None:
+        """Unpin and unmap the peers' memory. No kernel that uses it may be in flight."""
+        self._segments = [self._segments[self._own_rank]]
+        self._own_rank = 0
+
+    def allow_free(self) -> None:
+        """Shared host memory lives until its last mapping dies, whoever unmaps first."""
 
 
 def choose_link(group: GroupContext, device: torch.device) -> str:
@@ -87,9 +118,6 @@ def choose_link(group: GroupContext, device: torch.device) -> str:
     if len(wishes) > 1:
         raise ValueError(f"ranks of group '{group.name}' ask for different links: {sorted(wishes)}")
     devices = [p["device"] for p in peers]
-    if len(set(devices)) < len(devices):
-        # Several ranks share a card: torch refuses that unless told that it is meant.
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     reachable = all(
         d == mine["device"]
         or (d in mine["visible"] and torch.cuda.can_device_access_peer(device.index, mine["visible"].index(d)))
@@ -103,10 +131,3 @@ def choose_link(group: GroupContext, device: torch.device) -> str:
     if group.link == "auto":
         return "peer" if reach_all else "pinned"
     return group.link
-
-
-def link_label(group: GroupContext, link: str, devices: set[str]) -> str:
-    """How results name the link."""
-    if link == "pinned":
-        return "PCIe host"
-    return "same-GPU" if len(devices) == 1 else "peer GPUs"
