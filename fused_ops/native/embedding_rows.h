@@ -94,6 +94,11 @@ inline void prefetch(const void* p, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at, Write, 3);
 }
 
+// Asks for `bytes` from `p` on, into the second-level cache.
+inline void prefetch_far(const void* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 128) __builtin_prefetch(static_cast<const char*>(p) + at, 0, 2);
+}
+
 enum Dtype : int32_t { kFloat = 0, kHalf = 1, kBFloat = 2 };
 
 // Calls body(T{}) with the element type of that code.
