@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 COMM_MODES = ("fused", "baseline")
+OPERATOR_MODES = (*COMM_MODES, "unfused")  # unfused: the fused backend's compute, then its exchange; to measure fusing
 BACKENDS = ("auto", "host", "cuda", "triton")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
@@ -20,7 +21,7 @@ class CommConfig:
     """Which collectives are fused. `embedding_all_to_all` is one switch an operator and follows `mode` unless set."""
 
     mode: str = MISSING  # fused | baseline
-    embedding_all_to_all: str = "${.mode}"  # fused | baseline
+    embedding_all_to_all: str = "${.mode}"  # fused | baseline | unfused
     backend: str = "auto"  # auto | host | cuda | triton
     require_fused: bool = False  # a fallback to baseline is an error
     timeout_s: float = 600.0  # bound on every wait for a peer

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from trainers.config import BACKENDS, COMM_MODES, OPTIMIZERS, RunConfig
+from trainers.config import BACKENDS, COMM_MODES, OPERATOR_MODES, OPTIMIZERS, RunConfig
 
 CRITEO_DENSE = 13
 CRITEO_CATEGORIES = 26
@@ -20,7 +20,7 @@ FUSED_OPERATORS = ("embedding_all_to_all",)
 
 CHOICES: dict[str, Sequence[str]] = {
     "comm.mode": COMM_MODES,
-    "comm.embedding_all_to_all": COMM_MODES,
+    "comm.embedding_all_to_all": OPERATOR_MODES,
     "comm.backend": BACKENDS,
     "model.family": ("dlrm",),
     "model.interaction": ("dot", "dcnv2"),
@@ -167,8 +167,8 @@ def _fused(config: RunConfig) -> str | None:
     comm = config.comm
     if comm.require_fused:
         for operator in FUSED_OPERATORS:
-            if getattr(comm, operator) == "baseline":
-                why = "comm=baseline" if comm.mode == "baseline" else f"comm.{operator}=baseline"
+            if getattr(comm, operator) != "fused":
+                why = "comm=baseline" if comm.mode == "baseline" else f"comm.{operator}={getattr(comm, operator)}"
                 return f"comm.require_fused=true contradicts {why}; drop one of them"
     return None
 

@@ -120,7 +120,7 @@ class DDPEngine:
         return {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in shape.items()}
 
     def exchanges(self) -> Iterable[nn.Module]:
-        return [] if _is_fused(self._config) else list(self._collection._output_dists)
+        return [] if _runs_operator(self._config) else list(self._collection._output_dists)
 
     def close(self) -> None:
         # DDP's reducer and TorchRec's awaitables hold the group; left to interpreter exit they end it with a crash.
@@ -144,8 +144,8 @@ class DDPEngine:
                 grad.mul_(limit / norm)
 
 
-def _is_fused(config: RunConfig) -> bool:
-    return config.comm.embedding_all_to_all == "fused"
+def _runs_operator(config: RunConfig) -> bool:
+    return config.comm.embedding_all_to_all != "baseline"
 
 
 def _sharder(config: RunConfig) -> EmbeddingBagCollectionSharder:
@@ -156,11 +156,10 @@ def _sharder(config: RunConfig) -> EmbeddingBagCollectionSharder:
         params["bounds_check_mode"] = BoundsCheckMode.FATAL
     if config.model.embedding_dtype == "fp16":
         params["output_dtype"] = SparseType.FP16  # dtype in, dtype out, in both modes
-    if _is_fused(config):
-        backend = config.comm.backend
-        return FusedEmbeddingBagCollectionSharder(
-            params, comm="fused" if backend == "auto" else backend, require_fused=config.comm.require_fused
-        )
+    if _runs_operator(config):
+        mode, backend = config.comm.embedding_all_to_all, config.comm.backend
+        comm = mode if mode == "unfused" or backend == "auto" else backend
+        return FusedEmbeddingBagCollectionSharder(params, comm=comm, require_fused=config.comm.require_fused)
     return EmbeddingBagCollectionSharder(fused_params=params)
 
 
