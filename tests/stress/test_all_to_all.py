@@ -17,6 +17,16 @@ def test_scenario(name, ranks):
     assert row["ok"], row["detail"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("link", ["peer", "pinned"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", chosen([], "cuda", 2))
+def test_scenario_on_gpus(name, ranks, link):
+    """Ranks share a card where there are fewer cards than ranks: right there too, and fast only under an MPS daemon."""
+    row = launch(name, ranks, Setting(device="cuda", link=link, calls=200, seed=7, nccl=False))
+    assert row["ok"], row["detail"]
+
+
 def one_wrong_element():
     lab = Lab(torch.device("cpu"), calls=1, seed=0, timeout_s=10)
     _, output, expected = lab.send(Layout.plain(1, 3), 0)
