@@ -56,6 +56,10 @@ def _problem(operator: str, backend: str, device: torch.device, group: GroupCont
         return f"no fused backend for {device.type} tensors"
     if not _exists(operator, backend):
         return f"the {backend} backend has no {operator}"
+    if backend == "cuda":
+        from fused_ops.symmetric.cuda_memory import why_unavailable
+
+        return why_unavailable(group, device)
     return group.unreachable
 
 

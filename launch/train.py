@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from launch.config_errors import CONFIG_ERRORS, stop, typed
 from launch.last_words import say
 from launch.run_directory import join_alone
+from launch.run_result import in_one_line
 from trainers.config import RunConfig, register_schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ def train(config: DictConfig) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
         OmegaConf.save(OmegaConf.structured(run_config), Path(run_config.run_dir) / "config.yaml")
+        print(f"run directory: {run_config.run_dir}", flush=True)
     _leave(_run(run_config, rank, world))
 
 
@@ -41,7 +43,9 @@ def _run(config: RunConfig, rank: int, world: int) -> int:
     try:
         from trainers.run import run
 
-        run(config, rank, world)
+        summary = run(config, rank, world)
+        if rank == 0:
+            print(in_one_line(summary), flush=True)
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -7,7 +7,8 @@
 
 A checkpoint is written as `step_<n>.tmp` and renamed when every rank is done. It loads at any number of ranks and
 under either `comm`. At the number of ranks that wrote it, training goes on to the bit; at another, tables are resharded
-and the generators are seeded anew.
+and the generators are seeded anew. Where a run goes back to an earlier step, the later checkpoints of its directory
+become `step_<n>.abandoned`, which nothing counts, chooses or removes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import random
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 import fused_ops
 from trainers.config import RunConfig
@@ -39,7 +43,7 @@ NAME = re.compile(r"step_(\d+)")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that isn't there, or isn't of this model."""
+    """A checkpoint that isn't there, isn't whole, isn't of this model, or could not be written."""
 
 
 @dataclass
@@ -79,13 +83,37 @@ def _complete(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and (p / "meta.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def set_aside(run_dir: str | Path, resumed: Path | None) -> list[Path]:
+    """Rename this run directory's checkpoints that training does not go on from, so that none passes for its newest.
+
+    `resumed`: the checkpoint that training starts from; None for a start at step 0. What lies in the directory up to that
+    checkpoint stays. Returns the new paths. One rank calls it.
+    """
+    complete = _complete(Path(run_dir).resolve() / DIRECTORY)
+    start = None if resumed is None else resumed.resolve()
+    past = complete[: complete.index(start) + 1] if start in complete else []
+    renamed = []
+    for path in complete[len(past) :]:
+        aside, number = path.with_name(f"{path.name}.abandoned"), 0
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"{path.name}.abandoned-{number}")
+        renamed.append(path.rename(aside))
+    return renamed
 
 
 def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
     """Write this step's checkpoint and drop all but the newest `trainer.keep_checkpoints`. Every rank calls it.
 
-    Raises what a fused operator recorded before anything is written, so that no garbage is kept.
+    Raises what a fused operator recorded before anything is written, so that no garbage is kept. CheckpointError where a
+    rank cannot write; older checkpoints are still there then.
     """
     fused_ops.check_errors()
     directory = Path(config.run_dir) / DIRECTORY
@@ -96,8 +124,13 @@ def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
         clean(config.run_dir)
         partial.mkdir(parents=True)
     dist.barrier()
-    with _quiet():
-        dcp.save(engine.model_state() | engine.optimizer_state(), checkpoint_id=partial, no_dist=False)
+    try:
+        with _quiet(), _one_error(f"{final} could not be written"):
+            dcp.save(engine.model_state() | engine.optimizer_state(), checkpoint_id=partial, no_dist=False)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk has room for the summary again
+        raise
     torch.save(_generators(), partial / f"rng_rank{rank}.pt")
     dist.barrier()
     if rank == 0:
@@ -112,7 +145,7 @@ def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
             "optim": asdict(config.optim),
         }
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        _replace(partial, final)
+        _publish(partial, final)
         for old in _complete(directory)[: -config.trainer.keep_checkpoints]:
             shutil.rmtree(old)
     dist.barrier()
@@ -124,13 +157,16 @@ def load(config: RunConfig, engine: Engine, path: Path) -> tuple[Progress, list[
 
     CheckpointError lists the keys in which the checkpoint's architecture differs. Every rank calls it.
     """
-    meta = json.loads((path / "meta.json").read_text())
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}/meta.json is damaged: {error}") from error
     if meta["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {meta['format']}; this version reads {FORMAT}")
     differing = _differences(meta["architecture"], engine.describe())
     if differing:
         raise CheckpointError(f"{path} is of another model (saved -> this run): {'; '.join(differing)}")
-    with _quiet():
+    with _quiet(), _one_error(f"{path} could not be read"):
         _load_state(path, engine)
     notes = []
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -179,16 +215,10 @@ def _load_state(path: Path, engine: Engine) -> None:
             shard.tensor.copy_(values[start : start + shard.tensor.numel()])
 
 
-def _replace(partial: Path, final: Path) -> None:
+def _publish(partial: Path, final: Path) -> None:
     for file in partial.iterdir():
         _sync(file)
-    if final.exists():  # an earlier branch of a run that went back
-        old = final.with_name(final.name + ".old.tmp")
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
+    partial.rename(final)
     _sync(final.parent)
 
 
@@ -224,6 +254,16 @@ def _set_generators(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+@contextmanager
+def _one_error(what: str) -> Iterator[None]:
+    """torch's CheckpointException, no Exception and without a reason in its message, as a CheckpointError with all."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
+        raise CheckpointError(f"{what}: {'; '.join(reasons)}") from error
 
 
 def _quiet() -> warnings.catch_warnings:

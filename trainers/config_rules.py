@@ -193,7 +193,7 @@ def implemented_backends(operator: str) -> list[str]:
     spec = importlib.util.find_spec("fused_ops")
     roots = spec.submodule_search_locations if spec is not None else None
     files = [path for root in roots or () for path in Path(root).glob(f"backends/*/{operator}.py")]
-    return sorted({path.parent.name for path in files} - {"baseline"})
+    return sorted({path.parent.name for path in files} - {"baseline", "unfused"})
 
 
 def _plain_gradients(config: RunConfig) -> str | None:

@@ -23,18 +23,20 @@ from trainers.checkpoint import Progress
 from trainers.config import RunConfig
 from trainers.data import build
 from trainers.data.build import DataInfo, data_info
-from trainers.engines import make_engine
+from trainers.engines import Engine, make_engine
+from trainers.failures import GRACE_S, TerminatedError, first_failure, introduce
 from trainers.loggers import Loggers, make_loggers
 from trainers.loop import Run, train
-from trainers.run_summary import RunFacts, StepStatistics, backend_that_ran, counter_rows, write_summary
+from trainers.run_summary import (
+    RunFacts,
+    StepStatistics,
+    backend_that_ran,
+    counter_rows,
+    with_earlier_figures,
+    write_summary,
+)
 
-FAILURE = "failure"
 SUMMARY_WRITTEN = "summary_written"
-GRACE_S = 2.0
-
-
-class TerminatedError(Exception):
-    """SIGTERM: torchrun ends the ranks that are left when one has failed."""
 
 
 def run(
@@ -60,12 +62,14 @@ def run(
         with _sigterm_raises(), _quiet(), make_loggers(config.logger, config.run_dir, rank) as loggers:
             _train(config, build_batches, loggers, statistics, facts)
             summary = statistics.summary(facts, "ok")
+            if not statistics.steps:
+                summary = with_earlier_figures(config.run_dir, summary)
             if rank == 0:
                 write_summary(config.run_dir, summary)
             loggers.finish("ok", summary=summary)
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reason = _first_failure(store, rank, error)
+        reason = first_failure(store, rank, world, error)
         error.add_note(f"training ended because of {reason}")
         print(f"rank {rank} of {world}: training ended because of {reason}", file=sys.stderr, flush=True)
         _write_failed(config, rank, store, statistics.summary(facts, "failed", reason))
@@ -87,15 +91,8 @@ def _train(
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     engine = make_engine(config)
     checkpoint.seed_generators(config.trainer.seed, rank)
-    progress = Progress()
-    notes: list[str] = []
-    if config.trainer.resume is not None:
-        path = checkpoint.find(config.trainer.resume, config.run_dir)
-        if path is not None:
-            progress, notes = checkpoint.load(config, engine, path)
-            notes.insert(0, f"resumed from {path} at step {progress.step}")
+    progress, notes = _resume(config, engine)
     if rank == 0:
-        checkpoint.clean(config.run_dir)
         for note in notes:
             print(note, file=sys.stderr, flush=True)
     loggers.start(asdict(config), run_id=progress.wandb_id)
@@ -110,13 +107,45 @@ def _train(
         return iter(build_batches(config.data, config.model, split, rank, world, start))
 
     fused_ops.reset_counters()
-    train(Run(config, engine, batches, log, progress))
+    try:
+        train(Run(config, engine, batches, log, progress))
+    finally:
+        _what_ran(config, facts)
+    dist.barrier()
+    engine.close()
+
+
+def _resume(config: RunConfig, engine: Engine) -> tuple[Progress, list[str]]:
+    """Where training starts, and what the user should know of it. Leaves this run directory's checkpoints in order."""
+    progress, path = Progress(), None
+    notes: list[str] = []
+    if config.trainer.resume is not None:
+        path = checkpoint.find(config.trainer.resume, config.run_dir)
+    dist.barrier()  # every rank has found the same one
+    if path is not None:
+        progress, notes = checkpoint.load(config, engine, path)
+        notes.insert(0, f"resumed from {path} at step {progress.step}")
+    left = config.trainer.steps - progress.step
+    if dist.get_rank() == 0:
+        checkpoint.clean(config.run_dir)
+        if left > 0 and (abandoned := checkpoint.set_aside(config.run_dir, path)):
+            names = ", ".join(aside.name for aside in abandoned)
+            notes.append(f"set aside, since training does not go on from them: {names}")
+    if left <= 0:
+        notes.append(f"nothing left to train (trainer.steps={config.trainer.steps}); evaluating")
+    elif left <= config.trainer.warmup:
+        notes.append(
+            f"all {left} steps are warm-up (trainer.warmup={config.trainer.warmup}): no medians in the summary"
+        )
+    return progress, notes
+
+
+def _what_ran(config: RunConfig, facts: RunFacts) -> None:
     facts.counters = counter_rows(fused_ops.counters())
     stock = config.comm.embedding_all_to_all == "baseline"  # TorchRec's own collection, which nothing counts
     facts.backend = "baseline" if stock else backend_that_ran(facts.counters)
-    facts.link = "CPU host, gloo" if "baseline" in (facts.backend or "baseline") else "CPU host, shared memory"
-    dist.barrier()
-    engine.close()
+    if facts.backend is not None:
+        facts.link = "CPU host, gloo" if "baseline" in facts.backend else "CPU host, shared memory"
 
 
 def _data(config: RunConfig) -> tuple[Callable[..., Iterable[Any]], DataInfo]:
@@ -132,6 +161,7 @@ def _join(config: RunConfig, rank: int, world: int) -> dist.Store:
     timeout = timedelta(seconds=config.comm.timeout_s)
     shared, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=timeout)))
     store = dist.PrefixStore(f"trainers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+    introduce(store, rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     fused_ops.set_timeout(config.comm.timeout_s)
     return store
@@ -157,26 +187,6 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*(ShardedTensor|broadcast_buffers).*")
         warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
         yield
-
-
-def _first_failure(store: dist.Store, rank: int, error: BaseException) -> str:
-    """What failed first on any rank; this rank's error where nobody has left word before."""
-    mine = f"{type(error).__name__} on rank {rank}: {error}"
-    if _follows_from_another(error):
-        # A rank whose peer went away says so; give the peer a moment to say why.
-        with contextlib.suppress(Exception):
-            store.wait([FAILURE], timedelta(seconds=GRACE_S / 2))
-    with contextlib.suppress(Exception):
-        return store.compare_set(FAILURE, "", mine).decode()
-    return mine
-
-
-def _follows_from_another(error: BaseException) -> bool:
-    if isinstance(error, (TerminatedError, fused_ops.CommunicationError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("Connection closed", "Connection reset", "gloo", "Broken pipe")
-    )
 
 
 def _write_failed(config: RunConfig, rank: int, store: dist.Store, summary: dict[str, Any]) -> None:

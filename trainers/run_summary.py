@@ -6,6 +6,7 @@ nothing is left. The medians of a step's parts need not add up to the median ste
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -79,6 +80,11 @@ class StepStatistics:
             self._last_eval = event
             self._warnings = list(event.get("warnings") or ())  # an early evaluation's degenerate metric may recover
 
+    @property
+    def steps(self) -> int:
+        """How many steps this process has trained."""
+        return self._seen
+
     def figures(self) -> dict[str, Any]:
         """What the records alone say: last step, losses, metrics, medians, warnings."""
         train, evaluation = self._last_train or {}, self._last_eval or {}
@@ -88,7 +94,7 @@ class StepStatistics:
             warnings.append(f"{self._seen} steps, all of them warm-up (trainer.warmup={self._warmup}): no medians")
         low, high = _quartiles(self._columns["step_ms"])
         return {
-            "steps": train.get("step", 0),
+            "steps": train.get("step", evaluation.get("step", 0)),
             "final_loss": train.get("loss"),
             "eval_loss": evaluation.get("loss"),
             "auc": evaluation.get("auc"),
@@ -122,6 +128,20 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
         os.fsync(file.fileno())
     partial.replace(path)
     return path
+
+
+def with_earlier_figures(run_dir: str | Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """`summary` of a process that found nothing left to train, or the one of the run that did train to this step here.
+
+    The new evaluation replaces the old one either way.
+    """
+    path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return summary
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if (earlier["status"], earlier["steps"]) != ("ok", summary["steps"]):
+        return summary
+    return earlier | {key: summary[key] for key in ("eval_loss", "auc", "ne", "warnings")}
 
 
 def counter_rows(counters: Mapping[tuple[str, str, str], int]) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ void* fo_channel_create(int rank, int world, const int64_t* control, const int32
     ch->pid.push_back(pid[r]);
     ch->pidfd.push_back(r == rank ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid[r], 0)));
   }
-  ch->head(rank)->magic = kMagic;
   return ch;
 }
 

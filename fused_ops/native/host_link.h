@@ -30,7 +30,6 @@ namespace fused_ops {
 constexpr int kRing = 64;       // calls a fast rank may be ahead of the slowest reader of its descriptors
 constexpr int kTextBytes = 512;
 constexpr size_t kMappings = 256;  // slots of one peer kept mapped, dead ones among them; its pool holds fewer
-constexpr uint64_t kMagic = 0x66757365636f6d31;
 
 enum Status : int32_t { kOk = 0, kTimeout = 1, kLost = 2, kRejected = 3, kBroken = 4, kInterrupted = 5, kBadCredit = 6, kOverrun = 7, kBadTag = 8 };
 enum Phase : int32_t { kAgreement = 1, kCredit = 2, kData = 3 };
@@ -65,7 +64,6 @@ struct Descriptor {
 };
 
 struct Control {
-  uint64_t magic;
   std::atomic<uint32_t> doorbell, sleepers;
   std::atomic<int64_t> broken, latest_call;
   char broken_text[kTextBytes];

@@ -30,7 +30,7 @@ from fused_ops.symmetric.segment import SharedSegment
 OK, TIMEOUT, LOST, REJECTED, BROKEN, INTERRUPTED, BAD_CREDIT, OVERRUN, BAD_TAG = range(9)
 PHASES = {1: "agreeing on the call", 2: "waiting for a place to send to", 3: "waiting for data"}
 MAX_KNOWN_FACTS = 4096
-TAG_MASK = 0x7FFFFFFF
+TAG_MASK = 0x3FFFFFFF  # bit 31 marks a credit posted ahead on CUDA, and all ones is its abort
 
 
 class Result(ctypes.Structure):

@@ -20,16 +20,16 @@ from fused_ops import exposed
 from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
-from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, check_cuda, choose_link, library
+from fused_ops.symmetric.cuda_memory import MAX_RANKS, PeerArena, PinnedArena, check_cuda, choose_link, library
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.slots import over_storage
 
-MAX_RANKS = 64
 MAX_ARENAS = 64
 ARENA_SHIFT, PLACE_SHIFT = 26, 8
 NO_PLACE = 0xFFFFFFFF
 SLOTS_PER_ARENA = 4  # the first is for staging
 SMALLEST_SLOT = 1 << 16
+MAX_FOLLOWED = 1024
 OPERATORS = {"all_to_all": 1}
 
 
@@ -141,8 +141,6 @@ class CudaChannel:
     """One lane of a group's device memory. Made collectively by `GroupContext.channel`."""
 
     def __init__(self, group: GroupContext, index: int, device: torch.device) -> None:
-        if group.world > MAX_RANKS:
-            raise ValueError(f"the cuda backend takes groups of up to {MAX_RANKS} ranks, got {group.world}")
         self.group, self.index, self.device = group, index, device
         self.rank, self.world = group.rank, group.world
         self.lib = library(device.index)
@@ -311,6 +309,8 @@ class CudaChannel:
     def _choose_next(self, tag: int, nbytes: int, arena: Arena, params: CallParams) -> None:
         """Which slot the kernel posts ahead when it is done, for the layout that followed this one before."""
         if self._previous_tag is not None:
+            if len(self._followed_by) >= MAX_FOLLOWED:  # ragged layouts
+                self._followed_by.clear()
             self._followed_by[self._previous_tag] = (tag, nbytes)
         self._previous_tag = tag
         params.next_place = NO_PLACE

@@ -20,7 +20,7 @@ from fused_ops.errors import BackendUnavailableError
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.segment import SharedSegment
 
-LINKS = ("peer", "pinned")
+MAX_RANKS = 64
 
 
 @functools.cache
@@ -109,6 +109,28 @@ class PinnedArena:
         """Shared host memory lives until its last mapping dies, whoever unmaps first."""
 
 
+def why_unavailable(group: GroupContext, device: torch.device) -> str | None:
+    """Why the CUDA backend cannot serve this group, in the same words on every rank; None when it can.
+
+    Collective the first time a group asks, since one rank may lack what the others have (nvcc, an architecture).
+    """
+    if group.world > MAX_RANKS:
+        return f"the cuda backend takes groups of up to {MAX_RANKS} ranks, group '{group.name}' has {group.world}"
+    if group.unreachable is not None:
+        return group.unreachable
+
+    def ask(group: GroupContext, _: int) -> str:
+        problem = ""
+        try:
+            library(device.index)
+        except (BackendUnavailableError, OSError) as error:
+            problem = str(error)
+        said = [peer["problem"] for peer in group.exchange("cuda library", {"problem": problem})]
+        return next((f"rank {r}: {text}" for r, text in enumerate(said) if text), "")
+
+    return group.fact("cuda library", ask) or None
+
+
 def choose_link(group: GroupContext, device: torch.device) -> str:
     """The link that all ranks of the group share: peer where every pair of devices has it, else pinned."""
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -119,8 +141,7 @@ def choose_link(group: GroupContext, device: torch.device) -> str:
         raise ValueError(f"ranks of group '{group.name}' ask for different links: {sorted(wishes)}")
     devices = [p["device"] for p in peers]
     reachable = all(
-        d == mine["device"]
-        or (d in mine["visible"] and torch.cuda.can_device_access_peer(device.index, mine["visible"].index(d)))
+        d == mine["device"] or (d in visible and torch.cuda.can_device_access_peer(device.index, visible.index(d)))
         for d in devices
     )
     reach_all = all(p["reachable"] for p in group.exchange("reachable", {"reachable": reachable}))

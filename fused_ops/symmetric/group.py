@@ -41,6 +41,7 @@ class GroupContext:
         self._generation = self._store.add(f"fused_ops/generation/{self.rank}", 1)
         self._exchanges: Counter[str] = Counter()
         self._channels: dict[tuple[str, int], Any] = {}
+        self._facts: dict[tuple[str, int], Any] = {}
         self._making = _Once()
         self.unreachable = self._why_unreachable()
 
@@ -104,6 +105,15 @@ class GroupContext:
                 if key not in self._channels:
                     self._channels[key] = make(self, index)
         return self._channels[key]
+
+    def fact(self, name: str, find: Callable[[GroupContext, int], Any]) -> Any:
+        """Something that all ranks agree on once: `find` is collective, and runs on the first question."""
+        key = (name, -1)
+        if key not in self._facts:
+            with self._making(key):
+                if key not in self._facts:
+                    self._facts[key] = find(self, -1)
+        return self._facts[key]
 
     def close(self) -> None:
         """The group is gone: let its channels go (each refers back to this object)."""

@@ -63,7 +63,8 @@ def parse(words: list[str]) -> BenchSettings:
             OmegaConf.merge(OmegaConf.structured(BenchSettings), OmegaConf.from_dotlist(words))
         )
     except OmegaConfBaseException as error:
-        raise SettingsError(str(error).splitlines()[0]) from error
+        key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
+        raise SettingsError(f"{key}{str(error).splitlines()[0]}") from error
     _check(settings)
     return settings
 
@@ -73,6 +74,10 @@ def _check(s: BenchSettings) -> None:
     for key, allowed in choices.items():
         if getattr(s, key) not in allowed:
             raise SettingsError(f"{key} must be one of {', '.join(allowed)}, got '{getattr(s, key)}'")
+    if s.op == "embedding_all_to_all" and s.dtype == "bf16":
+        raise SettingsError(
+            "dtype=bf16: FBGEMM's CPU kernels take fp32 and fp16 tables, so there is no baseline to time"
+        )
     for key in ("ranks", "threads", "rounds", "iterations", "rotate", "rows"):
         if getattr(s, key) < 1:
             raise SettingsError(f"{key} must be at least 1, got {getattr(s, key)}")

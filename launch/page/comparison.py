@@ -22,6 +22,7 @@ IGNORED = (
 EARLY_STEPS = 20
 LOSS_TOLERANCE = 1e-5  # relative, over the first EARLY_STEPS steps; later, rounding differences grow on their own
 FEW_STEPS = 20
+MOST_SHOWN = 4
 
 
 @dataclass
@@ -109,12 +110,21 @@ def _label(rows: list[Row], differing: dict[str, list[Any]]) -> None:
         if not row.run["comm"]:
             row.label = row.run.name
             continue
-        parts = [f"{name.rpartition('.')[2]}={differing[name][index]}" for name in shown]
-        row.label = ", ".join([row.run["comm"], *parts])
+        parts = [f"{name.rpartition('.')[2]}={_short(differing[name][index])}" for name in shown]
+        # An unfused run (the fused backend's compute, then its exchange) is a run of comm=fused by its switch.
+        kind = "unfused" if row.run["backend"] == "unfused" else row.run["comm"]
+        row.label = ", ".join([kind, *parts])
     labels = [row.label for row in rows]
     for row in rows:
         if labels.count(row.label) > 1:
             row.label = f"{row.label} ({row.run.name})"
+
+
+def _short(value: Any) -> str:
+    """A table's rows or an MLP's widths would fill a line: only the first of a long list, and how many there are."""
+    if isinstance(value, list) and len(value) > MOST_SHOWN:
+        return f"[{value[0]}, ... {len(value)} values]"
+    return str(value)
 
 
 def _measure(row: Row, rows: list[Row], groups: list[dict[str, Any]]) -> None:

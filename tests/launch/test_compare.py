@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from launch import compare as command
@@ -93,6 +94,19 @@ def test_table_page_and_summary_say_the_same(capsys, tmp_path, pair):
         terminal = [text for key, text in shown.items() if key not in ("status", "ranks", "seed", "steps")]
         assert line.split() == " ".join(terminal).split()
     assert summary == json.loads(json.dumps(summary), parse_constant=pytest.fail)
+
+
+def test_long_lists_do_not_fill_the_table(capsys, tmp_path, pair):
+    for name, first in (("baseline", 7), ("fused", 9)):
+        path = pair / name / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["model"]["table_rows"] = [first, *range(26)]
+        path.write_text(yaml.safe_dump(config))
+    _, _, _, summary = run_command(capsys, tmp_path, pair)
+    assert [row["label"] for row in summary] == [
+        "baseline, table_rows=[7, ... 27 values]",
+        "fused, table_rows=[9, ... 27 values]",
+    ]
 
 
 def test_charts_hold_the_runs_own_numbers(capsys, tmp_path, pair):

@@ -160,6 +160,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["comm=baseline", "data=random", "data.batch_size=64", "trainer.steps=4", "trainer.warmup=1"]
     done = run(TORCHRUN_OF_TWO, *arguments, "trainer.eval_batches=1", "hydra.run.dir=run", cwd=where, fake=False)
     assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(("run directory: ", "trained to step "))]
+    assert said[0] == f"run directory: {where / 'run'}"
+    assert said[1].startswith("trained to step 4: loss 0.")
+    assert len(said) == 2
     return where / "run"
 
 

@@ -1,6 +1,6 @@
 """Do `comm=fused`, `comm=baseline` and a plain one-process DLRM train alike? A record of losses and AUC.
 
-    python -m tests.parity.dlrm --steps 300 --ranks 2 4 --out docs/results/parity_cpu.json
+    python -m tests.parity.dlrm --steps 300 --ranks 2 4 --out docs/results/cpu/parity.json
 
 The plain model (nn.EmbeddingBag, nn.Linear, torch's Adagrad, one process) sees the same global batches. Rounding makes any
 two runs that sum in different orders drift apart, so the yardstick is the plain model against itself with the samples of

@@ -91,9 +91,18 @@ def test_a_rank_that_fails_ends_all_and_is_named(comm, tmp_path):
     assert summary["status"] == "failed"
     assert summary["reason"] == "OSError on rank 1: the disk is gone"
     assert summary["steps"] in (5, 6, 7)
+    assert summary["backend"] == ("baseline" if comm == "baseline" else "host")
     for rank in range(3):
         assert "OSError on rank 1: the disk is gone" in (tmp_path / f"rank{rank}").read_text()
     assert read_events(tmp_path / "metrics.jsonl")[-1]["status"] == "failed"
+
+
+def test_a_finished_run_started_again_keeps_its_figures(tmp_path):
+    first = _ranks(1, _run, _config(tmp_path, "fused"))[0]
+    again = _config(tmp_path, "fused", trainer={"steps": 12, "warmup": 2, "resume": "auto"})
+    assert _ranks(1, _run, again)[0] == first
+    assert json.loads((tmp_path / run_summary.FILE_NAME).read_text()) == first
+    assert first["step_ms"] > 0
 
 
 @pytest.mark.parametrize(("comm", "victim"), [("baseline", 1), ("fused", 0)])

@@ -12,6 +12,7 @@ from trainers.run_summary import (
     StepStatistics,
     backend_that_ran,
     counter_rows,
+    with_earlier_figures,
     write_summary,
 )
 
@@ -62,6 +63,20 @@ def test_the_last_evaluation_counts():
     collected.add({"event": "eval", "step": 2, "loss": 0.6, "auc": 0.7, "ne": 0.9, "warnings": []})
     summary = collected.summary(facts(), "ok")
     assert [summary[key] for key in ("eval_loss", "auc", "ne", "warnings")] == [0.6, 0.7, 0.9, []]
+
+
+def test_nothing_left_to_train_keeps_the_figures_of_the_run_that_trained_here(tmp_path):
+    trained, nothing = StepStatistics(warmup=0), StepStatistics(warmup=0)
+    trained.add(train(1, 5.0))
+    for collected, auc in ((trained, 0.6), (nothing, 0.7)):
+        collected.add({"event": "eval", "step": 1, "loss": 0.5, "auc": auc, "ne": 1.0, "warnings": []})
+    fresh = nothing.summary(facts(), "ok")
+    assert (fresh["steps"], fresh["final_loss"]) == (1, None)
+    assert with_earlier_figures(tmp_path, fresh) == fresh
+    write_summary(tmp_path, trained.summary(facts(), "ok"))
+    kept = with_earlier_figures(tmp_path, fresh)
+    assert (kept["step_ms"], kept["final_loss"], kept["auc"]) == (5.0, 0.5, 0.7)
+    assert with_earlier_figures(tmp_path, {**fresh, "steps": 2})["step_ms"] is None
 
 
 def test_a_run_that_failed_before_its_first_step_has_every_key():

@@ -14,6 +14,8 @@ from trainers.data.layout import NUM_DENSE, NUM_SPARSE, SPLITS
 from trainers.data.order import SampleOrder, rank_range
 from trainers.data.prefetch import Prefetch
 
+MOST_NAMED = 3
+
 
 class CriteoBatches:
     """This rank's parts of the global batches of a split, in steps that are the same for every rank.
@@ -79,10 +81,6 @@ class CriteoBatches:
     def __iter__(self) -> Iterator[Batch]:
         return Prefetch(self._batches())
 
-    def global_rows(self, step: int) -> np.ndarray:
-        """int64 row numbers (within the split) of the global batch of `step`."""
-        return self.order.rows(*self.order.batch(step))
-
     def _batches(self) -> Iterator[Batch]:
         step = self.start_step
         while self.end_step is None or step < self.end_step:
@@ -125,5 +123,7 @@ class CriteoBatches:
     def _check_limits(self, largest: np.ndarray, where: str) -> None:
         wrong = np.flatnonzero(largest >= self._limits)
         if len(wrong):
-            text = ", ".join(f"cat_{i} has id {largest[i]} but {self._limits[i]} rows" for i in wrong)  # type: ignore[index]
+            first = wrong[:MOST_NAMED]
+            text = ", ".join(f"cat_{i} has id {largest[i]} but {self._limits[i]} rows" for i in first)  # type: ignore[index]
+            text += f" and {len(wrong) - len(first)} features more" if len(wrong) > len(first) else ""
             raise DataError(f"{where}: {text}; give the model more rows, or prepare with --max-rows or --hash-rows")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_ops import exposed
 from fused_ops.backends.baseline import embedding_fbgemm, embedding_torch
 from fused_ops.backends.baseline.embedding_values import Lookups
 from fused_ops.counters import count
@@ -84,6 +85,6 @@ def _kernels(lookups: Lookups) -> ModuleType:
 
 def _exchange(input: Tensor, send: list[int], receive: list[int], group: GroupContext) -> Tensor:
     output = input.new_empty(sum(receive))
-    process_group = resolve(group.name)
-    dist.all_to_all_single(output, input, receive, send, group=process_group)
+    with exposed.whole():
+        dist.all_to_all_single(output, input, receive, send, group=resolve(group.name))
     return output

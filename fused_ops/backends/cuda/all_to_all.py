@@ -42,6 +42,7 @@ def all_to_all(
 ) -> Tensor:
     """See `fused_ops.all_to_all`."""
     lane = cuda_channel(group, channel, input.device)
+    assert ctypes.sizeof(AllToAllParams) == lane.lib.fo_cuda_all_to_all_params_bytes()
     with torch.cuda.device(input.device), lane.call("all_to_all"):
         send, receive = check_splits(input, output_splits, input_splits, group.world)
         even = output_splits is None and input_splits is None

@@ -20,8 +20,10 @@ def all_to_all(
     input_splits: Sequence[int] | None,
     group: GroupContext,
     channel: int,
+    layout: tuple[str, ...] | None = None,
 ) -> Tensor:
-    """See `fused_ops.all_to_all`."""
+    """See `fused_ops.all_to_all`. `layout`: facts that all ranks share and that imply everybody's splits; ranks then compare
+    these, once, instead of reading each other's splits in every call."""
     lane = host_channel(group, channel)
     with lane.agreement.call("all_to_all") as call:
         send, receive = check_splits(input, output_splits, input_splits, group.world)
@@ -31,9 +33,9 @@ def all_to_all(
             "all_to_all",
             str(input.dtype),
             f"trailing shape {trailing}",
-            f"{send[0]} rows to each" if even else "given splits",
+            *(layout or [f"{send[0]} rows to each" if even else "given splits"]),
         )
-        tag, _ = lane.agreement.agree(facts, None if even else [*send, *receive])
+        tag, _ = lane.agreement.agree(facts, None if even or layout else [*send, *receive])
         source = input.contiguous()
         row_bytes = input.element_size() * math.prod(trailing)
         outgoing = Incoming.packed([rows * row_bytes for rows in send])

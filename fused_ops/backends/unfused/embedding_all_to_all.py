@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fused_ops import exposed
 from fused_ops.backends.host import all_to_all as host
 from fused_ops.backends.host.embedding_native import GradientRuns, Lookups, embedding_gradients, embedding_update
 from fused_ops.embedding_columns import received_sizes, reorder, sent_sizes
@@ -31,8 +32,11 @@ def embedding_all_to_all(
         optimizer.check(inputs.tables)
         pooled = pooled_locally(inputs)
     layout, rank = inputs.layout, group.rank
-    received = host.all_to_all(pooled.view(-1), received_sizes(layout, rank), sent_sizes(layout, rank), group, channel)
-    return reorder(received, layout, rank)
+    with exposed.whole():
+        received = host.all_to_all(
+            pooled.view(-1), received_sizes(layout, rank), sent_sizes(layout, rank), group, channel, layout.facts
+        )
+        return reorder(received, layout, rank)
 
 
 @contextmanager
@@ -62,19 +66,22 @@ def embedding_all_to_all_gradient(
         inputs.check_gradient(grad)
     layout = inputs.layout
     grad = grad.contiguous()
-    packed = torch.empty(grad.numel(), dtype=grad.dtype)
-    library().fo_embedding_pack(
-        lookups.pointer,
-        group.world,
-        ctypes.c_void_p(grad.data_ptr()),
-        ctypes.c_int64(inputs.local_batch),
-        ctypes.c_int64(layout.total_dim),
-        *GradientRuns(inputs).arguments,
-        ctypes.c_float(group.world if average else 1),
-        ctypes.c_void_p(packed.data_ptr()),
-    )
-    rank = group.rank
-    received = host.all_to_all(packed, sent_sizes(layout, rank), received_sizes(layout, rank), group, channel)
+    rank, facts = group.rank, ("gradient", f"average {average}", *layout.facts)
+    with exposed.whole():
+        packed = torch.empty(grad.numel(), dtype=grad.dtype)
+        library().fo_embedding_pack(
+            lookups.pointer,
+            group.world,
+            ctypes.c_void_p(grad.data_ptr()),
+            ctypes.c_int64(inputs.local_batch),
+            ctypes.c_int64(layout.total_dim),
+            *GradientRuns(inputs).arguments,
+            ctypes.c_float(group.world if average else 1),
+            ctypes.c_void_p(packed.data_ptr()),
+        )
+        received = host.all_to_all(
+            packed, sent_sizes(layout, rank), received_sizes(layout, rank), group, channel, facts
+        )
     order = torch.empty(inputs.indices.numel(), dtype=torch.int64)
     library().fo_embedding_sort(lookups.pointer, ctypes.c_void_p(order.data_ptr()))
     return received.view(layout.global_batch, inputs.local_dim), order
