@@ -68,7 +68,8 @@ def embedding_all_to_all(
 
     Raises ValueError before anything is sent for what this rank or the comparison with the others shows to be wrong (the
     others then raise PeerAbortedError); PeerTimeoutError, PeerLostError, PeerAbortedError; BackendUnavailableError under
-    `require_fused`.
+    `require_fused`. Under "baseline" ranks do not hear of each other's ValueError: they wait in the collective library, for
+    its timeout or until the rank that raised ends its process.
     """
     if optimizer is not None:
         tables = [table.detach() for table in tables]

@@ -163,4 +163,10 @@ def _(grad, order, tables, wanted, indices, *rest):
     return [*(torch.empty_like(tables[t]) for t in wanted), last]
 
 
+def _refuse_second_derivative(ctx, *grads):
+    raise RuntimeError(f"{OPERATOR}: its backward cannot be differentiated again (create_graph=True was used)")
+
+
+for operator in (_gradient, _gradients):
+    operator.register_autograd(_refuse_second_derivative)
 register_ordered("fused_ops::embedding_all_to_all_gradient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,7 +134,10 @@ class OptimizerInputs:
     eps: float
 
     def check(self, tables: Sequence[Tensor]) -> None:
-        """ValueError where the states do not fit the tables."""
+        """ValueError where the states do not fit the tables, or threads would update one row at once."""
+        if self.kind != "none":
+            _check_disjoint("table", tables)
+            _check_disjoint("state", self.states)
         if self.kind in ("none", "sgd"):
             if self.states:
                 raise _wrong(f"optimizer {self.kind} keeps no states, got {len(self.states)}")
@@ -147,6 +151,16 @@ class OptimizerInputs:
                     f"the {self.kind} state of table {t} must be contiguous float32 {list(shape)} ({STATE_SHAPE[self.kind]}), "
                     f"got {state.dtype} {list(state.shape)}"
                 )
+
+
+def _check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, i) for i, t in enumerate(tensors) if t.numel())
+    for (_, end, i), (start, _, j) in itertools.pairwise(spans):
+        if start < end:
+            first, second = sorted((i, j))
+            raise _wrong(
+                f"{name} {first} and {name} {second} share memory; several features look up one table by `feature_tables`"
+            )
 
 
 def _wrong(message: str) -> ValueError:

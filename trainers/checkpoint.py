@@ -125,7 +125,7 @@ def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
         partial.mkdir(parents=True)
     dist.barrier()
     try:
-        with _quiet(), _one_error(f"{final} could not be written"):
+        with _quiet(), _one_error(f"{final} could not be written", partial):
             dcp.save(engine.model_state() | engine.optimizer_state(), checkpoint_id=partial, no_dist=False)
     except CheckpointError:
         if rank == 0:
@@ -257,12 +257,14 @@ def _set_generators(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _one_error(what: str) -> Iterator[None]:
-    """torch's CheckpointException, no Exception and without a reason in its message, as a CheckpointError with all."""
+def _one_error(what: str, target: Path | None = None) -> Iterator[None]:
+    """torch's CheckpointException, no Exception and without a reason on its first line, as a CheckpointError with all."""
     try:
         yield
     except CheckpointException as error:
         reasons = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
+        if target is not None:  # torch's words for a full disk do not say so
+            reasons.append(f"{shutil.disk_usage(target).free / 1e6:,.0f} MB are free there")
         raise CheckpointError(f"{what}: {'; '.join(reasons)}") from error
 
 

@@ -34,7 +34,7 @@ def first_failure(store: dist.Store, rank: int, world: int, error: BaseException
             store.wait([FAILURE], timedelta(seconds=GRACE_S / 2))
         ended = _ended_ranks(store, world)
         if ended and not isinstance(error, fused_ops.PeerLostError):  # which has named them
-            mine += f" (ranks whose process has ended: {', '.join(map(str, ended))})"
+            mine = f"the end of rank {', '.join(map(str, ended))}'s process; {mine}"
     with contextlib.suppress(Exception):
         return store.compare_set(FAILURE, "", mine).decode()
     return mine

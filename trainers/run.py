@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from trainers.failures import GRACE_S, TerminatedError, first_failure, introduce
 from trainers.loggers import Loggers, make_loggers
 from trainers.loop import Run, train
 from trainers.run_summary import (
+    FILE_NAME,
     RunFacts,
     StepStatistics,
     backend_that_ran,
@@ -52,6 +54,7 @@ def run(
     if config.trainer.device != "cpu":
         raise ValueError(f"trainer.device={config.trainer.device} can't train yet; allowed: cpu")
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    began = time.time()
     statistics = StepStatistics(config.trainer.warmup)
     facts = _facts(config, world)
     store = _join(config, rank, world)
@@ -72,7 +75,7 @@ def run(
         reason = first_failure(store, rank, world, error)
         error.add_note(f"training ended because of {reason}")
         print(f"rank {rank} of {world}: training ended because of {reason}", file=sys.stderr, flush=True)
-        _write_failed(config, rank, store, statistics.summary(facts, "failed", reason))
+        _write_failed(config, rank, store, statistics.summary(facts, "failed", reason), began)
         raise
     dist.barrier()
     dist.destroy_process_group()
@@ -189,11 +192,14 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _write_failed(config: RunConfig, rank: int, store: dist.Store, summary: dict[str, Any]) -> None:
+def _write_failed(config: RunConfig, rank: int, store: dist.Store, summary: dict[str, Any], began: float) -> None:
     """Rank 0 writes it. Where rank 0 does not, the others do, without medians; the file is replaced whole."""
     if rank != 0:
         with contextlib.suppress(Exception):  # the store may have gone with rank 0
             store.wait([SUMMARY_WRITTEN], timedelta(seconds=GRACE_S))
+            return
+        path = Path(config.run_dir) / FILE_NAME
+        if path.exists() and path.stat().st_mtime >= began:
             return
     try:
         write_summary(config.run_dir, summary)

@@ -89,6 +89,7 @@ def wrong_arguments():
         "offsets": torch.arange(3),
         "layout": layout,
     }
+    overlapping = torch.zeros(6, 4)
     cases = [
         ({"tables": [torch.zeros(5, 3)]}, "feature 0 is 4 wide in the layout, its table 0 is 3"),
         (
@@ -114,6 +115,18 @@ def wrong_arguments():
             "must be contiguous float32 [5]",
         ),
         ({"optimizer": FusedOptimizer("sgd", states=[torch.zeros(5)])}, "optimizer sgd keeps no states, got 1"),
+        (
+            {"tables": [overlapping[:5], overlapping[1:]], "feature_tables": [0], "optimizer": FusedOptimizer("sgd")},
+            "table 0 and table 1 share memory",
+        ),
+        (
+            {
+                "tables": [torch.zeros(5, 4), torch.zeros(5, 4)],
+                "feature_tables": [1],
+                "optimizer": FusedOptimizer("rowwise_adagrad", states=[torch.zeros(5)] * 2),
+            },
+            "state 0 and state 1 share memory",
+        ),
         ({"comm": "hsot"}, "comm must be 'fused', 'baseline' or a backend"),
         ({"comm": "baseline", "require_fused": True}, "require_fused=True contradicts comm='baseline'"),
     ]

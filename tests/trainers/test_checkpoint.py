@@ -1,5 +1,6 @@
 import json
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -187,3 +188,65 @@ def _save_with_a_recorded_error(config):
     engine = make_engine(config)
     fused_ops.check_errors = recorded
     checkpoint.save(config, engine, Progress(step=3))
+
+
+def _checkpoints(run_dir, *steps):
+    for step in steps:
+        path = run_dir / "checkpoints" / f"step_{step}"
+        path.mkdir(parents=True)
+        (path / "meta.json").write_text("{}")
+
+
+def test_checkpoints_that_training_does_not_go_on_from_are_set_aside(tmp_path):
+    _checkpoints(tmp_path, 3, 6, 9)
+    folder = tmp_path / "checkpoints"
+    assert checkpoint.set_aside(tmp_path, folder / "step_9") == []
+    aside = checkpoint.set_aside(tmp_path, folder / "step_3")
+    assert [p.name for p in aside] == ["step_6.abandoned", "step_9.abandoned"]
+    assert checkpoint.find("auto", tmp_path).name == "step_3"
+    assert checkpoint.find(str(aside[1]), tmp_path) == aside[1]  # and can still be asked for
+    _checkpoints(tmp_path, 6)
+    assert [p.name for p in checkpoint.set_aside(tmp_path, folder / "step_3")] == ["step_6.abandoned-1"]
+    _checkpoints(tmp_path / "other", 4)
+    assert [p.name for p in checkpoint.set_aside(tmp_path, tmp_path / "other" / "checkpoints" / "step_4")] == [
+        "step_3.abandoned"
+    ]
+    assert checkpoint.find("auto", tmp_path) is None
+    assert len(list(folder.iterdir())) == 4  # nothing is lost
+
+
+def _save_onto_a_full_disk(config):
+    """Files of this process end at 2000 bytes, as on a disk that fills up."""
+    from trainers.engines import make_engine
+
+    engine = make_engine(config)
+    checkpoint.save(config, engine, Progress(step=1))
+    if torch.distributed.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(config, engine, Progress(step=2))
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_error_and_leaves_the_older_one(tmp_path):
+    config = tiny.config(tmp_path, trainer={"keep_checkpoints": 1})
+    for message in run_ranks(2, _save_onto_a_full_disk, config):
+        assert "step_2 could not be written: rank 1: " in message
+        assert "MB are free there" in message
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
+    _resume_config = tiny.config(tmp_path, trainer={"steps": 2, "resume": "auto"})
+    assert run_ranks(2, _resume, _resume_config)[0][1].step == 2
+
+
+def test_a_damaged_checkpoint_is_one_error(tmp_path):
+    run_ranks(1, tiny.train, _stopping(tmp_path, "baseline", OPTIMS[0]))
+    path = tmp_path / "checkpoints" / "step_6"
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(RankError, match=r"CheckpointError: \S+step_6 could not be read: rank 0: \w+"):
+        run_ranks(1, _resume, _going_on(tmp_path, tmp_path, "baseline", OPTIMS[0]))
+    (path / "meta.json").write_text('{"format": 1,')
+    with pytest.raises(RankError, match=r"CheckpointError: \S+step_6/meta.json is damaged"):
+        run_ranks(1, _resume, _going_on(tmp_path, tmp_path, "baseline", OPTIMS[0]))

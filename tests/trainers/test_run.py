@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -110,13 +111,29 @@ def test_a_killed_rank_ends_all_and_the_newest_checkpoint_resumes(comm, victim, 
     start = time.monotonic()
     _ranks(2, _die_on_rank, _config(tmp_path, comm), victim, may_die={0, 1})
     assert time.monotonic() - start < 30
-    assert json.loads((tmp_path / run_summary.FILE_NAME).read_text())["status"] == "failed"
+    summary = json.loads((tmp_path / run_summary.FILE_NAME).read_text())
+    assert summary["status"] == "failed"
+    assert re.search(rf"process of rank {victim} has ended|the end of rank {victim}'s process", summary["reason"])
     assert checkpoint.find("auto", tmp_path).name == "step_5"
     resumed = _config(tmp_path, comm, trainer={"steps": 12, "warmup": 2, "resume": "auto"})
     summary = _ranks(2, _run, resumed)[0]
     assert (summary["status"], summary["steps"]) == ("ok", 12)
     steps = [e["step"] for e in read_events(tmp_path / "metrics.jsonl") if e["event"] == "train"]
     assert steps[-7:] == [6, 7, 8, 9, 10, 11, 12]
+
+
+def test_going_back_to_an_earlier_step_leaves_the_later_checkpoints_out(tmp_path):
+    trainer = {"steps": 12, "warmup": 2, "checkpoint_every": 4, "keep_checkpoints": 3}
+    _ranks(1, _run, _config(tmp_path, trainer=trainer))
+    earlier = str(tmp_path / "checkpoints" / "step_4")
+    evaluation = {**trainer, "steps": 4, "resume": earlier}
+    _ranks(1, _run, _config(tmp_path, trainer=evaluation))  # trains nothing, so nothing is in its way
+    assert checkpoint.find("auto", tmp_path).name == "step_12"
+    branch = {"steps": 6, "warmup": 2, "checkpoint_every": 6, "keep_checkpoints": 1, "resume": earlier}
+    _ranks(1, _run, _config(tmp_path, trainer=branch))
+    assert checkpoint.find("auto", tmp_path).name == "step_6"
+    kept = {p.name for p in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {"step_6", "step_8.abandoned", "step_12.abandoned"}
 
 
 def test_a_device_that_cannot_train_is_refused(tmp_path):

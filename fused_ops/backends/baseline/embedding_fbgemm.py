@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_ops.backends.baseline.embedding_values import Lookups
 from fused_ops.embedding_inputs import OptimizerInputs
 
+MOST_ROWS = 2**31 - 1  # of a table in FBGEMM's CPU updates
 OUTPUT_DTYPES = {torch.float32: 0, torch.float16: 1}  # FBGEMM's SparseType
 
 
@@ -38,6 +39,8 @@ def why_not(lookups: Lookups) -> str | None:
         return f"FBGEMM's CPU kernels do not take {lookups.inputs.dtype}"
     if lookups.inputs.indices.device.type != "cpu":
         return f"only FBGEMM's CPU kernels are bound, tensors are on {lookups.inputs.indices.device}"
+    if any(lookups.tables[t].shape[0] > MOST_ROWS for t in tables):
+        return f"FBGEMM's CPU updates take tables of up to {MOST_ROWS} rows"
     if any(a > b for a, b in itertools.pairwise(tables)):
         return "FBGEMM wants the features of a table side by side"
     return _missing()
