@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
@@ -128,6 +129,11 @@ class StepTimer:
                 self._time_node(node)
             parents = [parent for parent, _ in node.next_functions if parent is not None]
             node = parents[-1] if parents else None
+        if pooled.grad_fn is not None and found < len(EXCHANGE_NODES) and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"this TorchRec's pooled exchange has no autograd nodes {' and '.join(EXCHANGE_NODES)}: its backward would "
+                "be timed as compute; EXCHANGE_NODES in trainers/step_timing.py needs their new names"
+            )
 
     def _time_node(self, node: torch.autograd.graph.Node) -> None:
         start = 0.0

@@ -97,3 +97,15 @@ def test_one_rank_exposes_next_to_nothing(tmp_path):
     times = run_ranks(1, _alone, tiny.config(tmp_path))[0]
     exposed, steps = (torch.tensor(t).median() for t in zip(*times, strict=True))
     assert exposed < 0.3 * steps
+
+
+def _train_with_renamed_nodes(config):
+    from trainers import step_timing
+
+    step_timing.EXCHANGE_NODES = ("RenamedWaitBackward", "RenamedReqBackward")
+    with pytest.raises(RuntimeError, match="RenamedWaitBackward and RenamedReqBackward"):
+        tiny.train(config)
+
+
+def test_an_exchange_that_cannot_be_timed_is_an_error(tmp_path):
+    run_ranks(2, _train_with_renamed_nodes, tiny.config(tmp_path, trainer={"steps": 1}))

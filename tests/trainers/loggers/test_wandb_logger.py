@@ -35,6 +35,7 @@ def make(run_dir, **settings):
 
 def records(run_dir):
     """The records of each offline run under `run_dir`, oldest first."""
+    wandb.teardown()  # its service process may still be writing what a finished run left it
     runs = []
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         store = datastore.DataStore()
