@@ -346,3 +346,31 @@ def cuda_graph(lab: Lab) -> str:
             lab.exchange(layouts[replay % len(layouts)], 10_000 + replay)
     lab.finish()
     return f"200 replays of 3 captured exchanges, {lab.checked - 600} eager calls between them"
+
+
+@scenario(fixed_calls=True)
+def compiled(lab: Lab) -> str:
+    """Five identical calls in a compiled function, whose results are partly unused, all run, in order, with a gradient."""
+    layout = Layout.plain(lab.world, 6)
+    source, _, expected = lab.send(layout, 0)
+    compilers = ["aot_eager"] if lab.device.type == "cpu" else ["aot_eager", "inductor"]
+
+    def five_calls(input: torch.Tensor) -> torch.Tensor:
+        outputs = [fused_ops.all_to_all(input, comm=lab.comm) for _ in range(5)]
+        return outputs[0] + outputs[4]
+
+    for compiler in compilers:
+        torch._dynamo.reset()
+        function = torch.compile(five_calls, backend=compiler, fullgraph=True)
+        for with_gradient in (False, True):
+            input = source.detach().clone().requires_grad_(with_gradient)
+            before = sum(fused_ops.counters().values())
+            output = function(input)
+            ran = sum(fused_ops.counters().values()) - before
+            assert ran == 5, f"{compiler}: {ran} of 5 identical calls ran"
+            lab.check(output.detach(), 2 * expected)
+            if with_gradient:
+                output.backward(torch.ones_like(output))
+                lab.check(input.grad, torch.full_like(input, 2.0))
+    lab.finish()
+    return f"5 of 5 identical calls kept by {' and '.join(compilers)}, forward and backward"
