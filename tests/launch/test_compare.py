@@ -263,6 +263,13 @@ def test_nan(capsys, tmp_path):
     assert "non-finite loss at step 30" in printed
 
 
+def test_an_unfused_run_is_called_so(tmp_path):
+    runs = [write_run(tmp_path / "b", "baseline", backend="baseline")]
+    runs += [write_run(tmp_path / backend, "fused", backend=backend) for backend in ("host", "unfused")]
+    comparison = compare(find_runs(runs))
+    assert sorted(row.label for row in comparison.rows) == ["baseline", "fused", "unfused"]
+
+
 def test_fused_that_ran_on_baseline_is_a_warning(tmp_path):
     counter = {"operator": "embedding_all_to_all", "backend": "baseline", "reason": "group spans hosts", "calls": 9}
     write_run(tmp_path / "a", "fused", backend="baseline", counters=[counter])
