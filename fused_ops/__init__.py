@@ -6,7 +6,8 @@ Import this package alone: it needs torch and nothing else of this project. docs
 from fused_ops.all_to_all import all_to_all
 from fused_ops.counters import counters, reset_counters
 from fused_ops.embedding_all_to_all import embedding_all_to_all
-from fused_ops.embedding_layout import EmbeddingLayout, FusedOptimizer
+from fused_ops.embedding_layout import EmbeddingLayout
+from fused_ops.embedding_optimizer import FusedOptimizer
 from fused_ops.errors import (
     BackendUnavailableError,
     CommunicationError,

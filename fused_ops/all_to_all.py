@@ -7,6 +7,7 @@ It proves the protocol that the fused operators run on, and it is their honest u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
+from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name
 
 
@@ -37,8 +39,10 @@ def all_to_all(
 
     backward: the same exchange of the gradient with the two split lists swapped.
     channel: calls on one channel of a group are issued in the same order on every rank; use another for an exchange that
-        overlaps this one.
-    comm: "fused" (the native backend), "baseline" (`all_to_all_single`), or a backend's name.
+        overlaps this one. Baseline has no channels: where it may run, all channels of a group share one order.
+    comm: "fused" (the native backend), "baseline" (`all_to_all_single`), "auto" (the faster of both, measured once for each
+        dtype and power of two of bytes; with given splits, whose sizes a rank alone knows, once for each dtype), or a
+        backend's name.
 
     Raises ValueError (shape, splits, or ranks that disagree) before data moves; PeerTimeoutError, PeerLostError or
     PeerAbortedError when a peer does not take part; BackendUnavailableError under `require_fused`.
@@ -65,8 +69,18 @@ def _all_to_all(
     require_fused: bool,
 ) -> Tensor:
     ctx = context(group)
-    backend = choose("all_to_all", comm, require_fused, input.device, ctx)
-    return backend.all_to_all(input, output_splits, input_splits, ctx, channel)
+
+    def run(backend: ModuleType) -> Tensor:
+        return backend.all_to_all(input, output_splits, input_splits, ctx, channel)
+
+    def describe() -> Call:
+        sent = input.numel() * input.element_size()
+        if input_splits is None and output_splits is None:
+            return Call(bucket(sent, "bytes a rank"), input.dtype, channel, run=run)
+        # No rank knows what the others send: the first call of a dtype stands for all, and only the name on disk tells.
+        return Call("given splits", input.dtype, channel, load=sent, run=run)
+
+    return run(choose("all_to_all", comm, require_fused, input.device, ctx, describe=describe))
 
 
 @_all_to_all.register_fake

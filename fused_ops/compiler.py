@@ -14,6 +14,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fused_ops.errors import BackendUnavailableError
@@ -27,11 +29,10 @@ CXX_FLAGS = [
     "-march=native",
     "-fopenmp",
     "-fPIC",
-    "-shared",
     "-Wall",
     "-Wextra",
 ]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", "-cudart", "shared"]
 
 
 def cache_dir() -> Path:
@@ -74,7 +75,7 @@ def build_cuda_library(arch: str) -> Path:
     sources = sorted(NATIVE.glob("*.cu")) + sorted((PACKAGE / "backends" / "cuda").glob("*.cu"))
     headers = sorted(NATIVE.glob("*.cuh"))
     target = f"-gencode=arch=compute_{number},code=sm_{number}"
-    return _compile(f"cuda_{arch}", [nvcc, *NVCC_FLAGS, target], sources, headers, "")
+    return _compile(f"cuda_{arch}", [nvcc, *NVCC_FLAGS, target], sources, headers, "", _each_on_its_own)
 
 
 def find_nvcc() -> str | None:
@@ -84,7 +85,37 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((p for p in ["/usr/local/cuda/bin/nvcc"] if Path(p).exists()), None)
 
 
-def _compile(name: str, command: list[str], sources: list[Path], headers: list[Path], salt: str) -> Path:
+def _all_at_once(command: list[str], sources: list[Path], target: Path) -> None:
+    _run([*command, "-shared", "-o", str(target), *map(str, sources)])
+
+
+def _each_on_its_own(command: list[str], sources: list[Path], target: Path) -> None:
+    """As many compilers at a time as there are cores, then the linker."""
+    objects = [target.with_suffix(f".{source.stem}.o") for source in sources]
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            commands = ([*command, "-c", "-o", str(o), str(s)] for s, o in zip(sources, objects, strict=True))
+            list(pool.map(_run, commands))
+        _run([*command, "-shared", "-o", str(target), *map(str, objects)])
+    finally:
+        for o in objects:
+            o.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BackendUnavailableError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def _compile(
+    name: str,
+    command: list[str],
+    sources: list[Path],
+    headers: list[Path],
+    salt: str,
+    build: Callable[[list[str], list[Path], Path], None] = _all_at_once,
+) -> Path:
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256("\0".join([*command, version, salt]).encode())
     for path in sources + headers:
@@ -98,10 +129,10 @@ def _compile(name: str, command: list[str], sources: list[Path], headers: list[P
         if target.exists():
             return target
         partial = target.with_suffix(f".{os.getpid()}.tmp")
-        full = [*command, f"-I{NATIVE}", "-o", str(partial), *map(str, sources)]
-        done = subprocess.run(full, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise BackendUnavailableError(f"compiling the {name} library failed:\n{' '.join(full)}\n{done.stderr}")
+        try:
+            build([*command, f"-I{NATIVE}"], sources, partial)
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"compiling the {name} library failed:\n{error}") from None
         os.replace(partial, target)
     return target
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the one asked for, or baseline with the reason said."""
+"""Which backend runs a call: the one asked for, the fastest, or baseline with the reason said."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
+from fused_ops import policy
 from fused_ops.counters import count
 from fused_ops.errors import BackendUnavailableError
 from fused_ops.symmetric.group import GroupContext
@@ -18,26 +20,40 @@ logger = logging.getLogger("fused_ops")
 
 FUSED_BACKEND_OF_DEVICE = {"cpu": "host", "cuda": "cuda"}
 DEVICE_OF_BACKEND = {"host": "cpu", "unfused": "cpu", "cuda": "cuda", "triton": "cuda"}
+MEASURED_ON_DEVICE = {"cpu": ("host",), "cuda": ("cuda",)}  # the fused backends that "auto" sets against baseline
 
 
 def choose(
-    operator: str, comm: str, require_fused: bool, device: torch.device, group: GroupContext, phase: str = ""
+    operator: str,
+    comm: str,
+    require_fused: bool,
+    device: torch.device,
+    group: GroupContext,
+    phase: str = "",
+    describe: Callable[[], policy.Call] | None = None,
 ) -> ModuleType:
     """The module `fused_ops.backends.<backend>.<operator>` that is to run this call.
 
     comm: "baseline"; "fused" (the device's native backend, baseline where none can run: warned once, counted with its
-    reason, an error under require_fused); or a backend's name, which never falls back.
+    reason, an error under require_fused); "auto" (the fastest of both, see `policy`; baseline where no fused one can run);
+    or a backend's name, which never falls back.
     phase: of an operator whose backward is another one; it is counted as `<operator>_<phase>`.
+    describe: the call as "auto" has to know it; asked under "auto" only.
     """
+    if require_fused and comm in ("baseline", "auto"):
+        why = ", which may choose baseline: use comm='fused'" if comm == "auto" else ""
+        raise ValueError(f"require_fused=True contradicts comm='{comm}'{why}")
     if comm == "baseline":
-        if require_fused:
-            raise ValueError("require_fused=True contradicts comm='baseline'")
         return _use(operator, "baseline", "asked for", phase)
+    if comm == "auto":
+        if describe is None:
+            raise ValueError(f"{operator} does not take comm='auto'")
+        return _use(operator, *_fastest(operator, device, group, describe()), phase)
     named = comm != "fused"
     backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
     if named and comm not in DEVICE_OF_BACKEND:
         raise ValueError(
-            f"comm must be 'fused', 'baseline' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}"
+            f"comm must be 'fused', 'baseline', 'auto' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}"
         )
     if named and DEVICE_OF_BACKEND[comm] != device.type:
         raise ValueError(f"backend '{comm}' takes {DEVICE_OF_BACKEND[comm]} tensors, got one on {device}")
@@ -48,6 +64,22 @@ def choose(
         raise BackendUnavailableError(f"{operator}: {problem}")
     _warn_once(operator, problem)
     return _use(operator, "baseline", problem, phase)
+
+
+def _fastest(operator: str, device: torch.device, group: GroupContext, call: policy.Call) -> tuple[str, str]:
+    """(backend, reason): measured where that was not done before; baseline where no fused backend can run."""
+    decision = policy.recall(operator, device, group, call)
+    if decision is None:
+        fused = MEASURED_ON_DEVICE.get(device.type, ("",))
+        problems = {backend: _problem(operator, backend, device, group) for backend in fused}
+        able = [backend for backend, problem in problems.items() if problem is None]
+        if not able:
+            reason = "; ".join(problem for problem in problems.values() if problem is not None)
+            _warn_once(operator, reason)
+            return "baseline", reason
+        modules = {backend: _module(operator, backend) for backend in (*able, "baseline")}
+        decision = policy.decide(operator, modules, device, group, call)
+    return decision.backend, decision.reason
 
 
 def _problem(operator: str, backend: str, device: torch.device, group: GroupContext) -> str | None:
@@ -73,6 +105,10 @@ def _exists(operator: str, backend: str) -> bool:
 
 def _use(operator: str, backend: str, reason: str, phase: str) -> ModuleType:
     count(f"{operator}_{phase}" if phase else operator, backend, reason)
+    return _module(operator, backend)
+
+
+def _module(operator: str, backend: str) -> ModuleType:
     return importlib.import_module(f"fused_ops.backends.{backend}.{operator}")
 
 

@@ -20,7 +20,8 @@ import fused_ops.embedding_backward  # noqa: F401  (registers the operators that
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
-from fused_ops.embedding_layout import EmbeddingLayout, FusedOptimizer
+from fused_ops.embedding_layout import EmbeddingLayout
+from fused_ops.embedding_optimizer import FusedOptimizer
 from fused_ops.symmetric.group import context, group_name, resolve
 
 # Keeps the graph connected on a rank without tables, and where the tables are no leaves: every rank runs backward.
@@ -87,7 +88,7 @@ def embedding_all_to_all(
         "none" if optimizer is None else optimizer.kind,
         [] if optimizer is None else optimizer.states,
         None if optimizer is None else optimizer.learning_rate_tensor,
-        0.0 if optimizer is None else optimizer.eps,
+        [] if optimizer is None else optimizer.constants,
         average_over_ranks,
         group_name(group),
         channel,
@@ -111,7 +112,7 @@ def _embedding_all_to_all(
     optimizer: str,
     states: Sequence[Tensor],
     learning_rate: Tensor | None,
-    eps: float,
+    constants: Sequence[float],
     average_over_ranks: bool,
     group: str,
     channel: int,
@@ -120,20 +121,9 @@ def _embedding_all_to_all(
 ) -> Tensor:
     ctx = context(group)
     backend = choose(OPERATOR, comm, require_fused, indices.device, ctx)
-    inputs = EmbeddingInputs(
-        tables,
-        indices,
-        offsets,
-        per_sample_weights,
-        feature_tables,
-        layout,
-        dtype,
-        pooling,
-        out_of_range,
-        ctx.rank,
-        ctx.world,
-    )
-    return backend.embedding_all_to_all(inputs, OptimizerInputs(optimizer, states, learning_rate, eps), ctx, channel)
+    lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
+    update = OptimizerInputs(optimizer, states, learning_rate, constants)
+    return backend.embedding_all_to_all(EmbeddingInputs(*lookups, ctx.rank, ctx.world), update, ctx, channel)
 
 
 @_embedding_all_to_all.register_fake
@@ -152,7 +142,7 @@ def _save(ctx, inputs, output):
         ctx.optimizer,
         ctx.states,
         learning_rate,
-        ctx.eps,
+        ctx.constants,
         ctx.average,
         ctx.group,
         ctx.channel,
@@ -169,7 +159,7 @@ def _backward(ctx, output_grad):
         output_grad, ctx.tables, *lookups, ctx.average, ctx.group, ctx.channel, ctx.comm, ctx.require_fused
     )
     weight_gradient = weights is not None and ctx.needs_input_grad[4]
-    where = (ctx.group, ctx.comm, ctx.require_fused)
+    where = (ctx.group, ctx.channel, ctx.comm, ctx.require_fused)
     table_grads: list[Tensor | None] = [None] * len(ctx.tables)
     if ctx.optimizer == "none":
         wanted = [t for t, needed in enumerate(ctx.needs_input_grad[1]) if needed]
@@ -185,7 +175,7 @@ def _backward(ctx, output_grad):
             ctx.tables,
             ctx.states,
             ctx.learning_rate,
-            ctx.eps,
+            ctx.constants,
             ctx.optimizer,
             *lookups,
             weight_gradient,
@@ -193,9 +183,10 @@ def _backward(ctx, output_grad):
         )
     # torch takes an empty list of numbers for a list of tensors, and wants a list back.
     feature_tables_grad: list | None = [] if ctx.feature_tables == [] else None
+    constants_grad: list | None = None if ctx.constants else []
     states_grad = [None] * len(ctx.states)
     head = (None, table_grads, None, None, weights_grad if weight_gradient else None, feature_tables_grad)
-    return *head, *(None,) * 5, states_grad, *(None,) * 7
+    return *head, *(None,) * 5, states_grad, None, constants_grad, *(None,) * 5
 
 
 _embedding_all_to_all.register_autograd(_backward, setup_context=_save)

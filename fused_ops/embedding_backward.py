@@ -6,7 +6,8 @@ Per rank (B samples of all ranks, b of them here; D = the local features' summed
     embedding_update                optimizer in backward: changes tables and states in place
     embedding_gradients             plain: dense gradients of the tables
 
-The exchange has peers and is an ordered effect; the other two change what their schema says and nothing else.
+The exchange has peers and is an ordered effect; the other two change what their schema says and nothing else. They take
+the group and channel of the exchange because on a GPU its failure is known to the device alone: nothing is updated then.
 """
 
 from __future__ import annotations
@@ -43,19 +44,8 @@ def _gradient(
     """The output gradient [b, total_dim] -> ([B, D] on the table owners, the lookups in order of their row [nnz] int64)."""
     ctx = context(group)
     backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradient")
-    inputs = EmbeddingInputs(
-        tables,
-        indices,
-        offsets,
-        per_sample_weights,
-        feature_tables,
-        layout,
-        dtype,
-        pooling,
-        out_of_range,
-        ctx.rank,
-        ctx.world,
-    )
+    lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
+    inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
     return backend.embedding_all_to_all_gradient(grad, inputs, average_over_ranks, ctx, channel)
 
 
@@ -76,7 +66,7 @@ def _update(
     tables: Sequence[Tensor],
     states: Sequence[Tensor],
     learning_rate: Tensor,
-    eps: float,
+    constants: Sequence[float],
     optimizer: str,
     indices: Tensor,
     offsets: Tensor,
@@ -88,32 +78,21 @@ def _update(
     out_of_range: str,
     weight_gradient: bool,
     group: str,
+    channel: int,
     comm: str,
     require_fused: bool,
 ) -> Tensor:
     """Apply the optimizer. Returns the gradient of per_sample_weights [nnz] (from the tables before the update), or [0]."""
     ctx = context(group)
     backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="update")
-    inputs = EmbeddingInputs(
-        tables,
-        indices,
-        offsets,
-        per_sample_weights,
-        feature_tables,
-        layout,
-        dtype,
-        pooling,
-        out_of_range,
-        ctx.rank,
-        ctx.world,
-    )
-    return backend.embedding_update(
-        grad, order, inputs, OptimizerInputs(optimizer, states, learning_rate, eps), weight_gradient
-    )
+    lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
+    inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+    update = OptimizerInputs(optimizer, states, learning_rate, constants)
+    return backend.embedding_update(grad, order, inputs, update, weight_gradient, ctx, channel)
 
 
 @_update.register_fake
-def _(grad, order, tables, states, learning_rate, eps, optimizer, indices, *rest):
+def _(grad, order, tables, states, learning_rate, constants, optimizer, indices, *rest):
     weight_gradient = rest[7]
     return indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
 
@@ -134,26 +113,16 @@ def _gradients(
     out_of_range: str,
     weight_gradient: bool,
     group: str,
+    channel: int,
     comm: str,
     require_fused: bool,
 ) -> list[Tensor]:
     """Dense gradients of the tables numbered in `wanted`, then the gradient of per_sample_weights ([nnz], or [0])."""
     ctx = context(group)
     backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradients")
-    inputs = EmbeddingInputs(
-        tables,
-        indices,
-        offsets,
-        per_sample_weights,
-        feature_tables,
-        layout,
-        dtype,
-        pooling,
-        out_of_range,
-        ctx.rank,
-        ctx.world,
-    )
-    return backend.embedding_gradients(grad, order, inputs, wanted, weight_gradient)
+    lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
+    inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+    return backend.embedding_gradients(grad, order, inputs, wanted, weight_gradient, ctx, channel)
 
 
 @_gradients.register_fake

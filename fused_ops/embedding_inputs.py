@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_ops.embedding_layout import STATE_SHAPE, EmbeddingLayout
+from fused_ops.embedding_layout import EmbeddingLayout
+from fused_ops.embedding_optimizer import KEEPS_STEP, TABLE_STATES, state_shape
 
 OPERATOR = "embedding_all_to_all"
 POOLINGS = ("sum", "mean")
@@ -131,26 +132,56 @@ class OptimizerInputs:
     kind: str
     states: Sequence[Tensor]
     learning_rate: Tensor | None
-    eps: float
+    constants: Sequence[float]
+
+    @property
+    def eps(self) -> float:
+        return self.constants[0] if self.constants else 0.0
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return (self.constants[1], self.constants[2]) if len(self.constants) == 3 else (0.0, 0.0)
+
+    def table_states(self, which: int, num_tables: int) -> list[Tensor]:
+        """The first (0) or second (1) state of every table; empty for an optimizer that has none."""
+        if which >= len(TABLE_STATES.get(self.kind, ())):
+            return []
+        return list(self.states[which * num_tables : (which + 1) * num_tables])
+
+    @property
+    def step(self) -> Tensor | None:
+        """int64 [1]: backwards so far, of an optimizer that counts them."""
+        return self.states[-1] if self.kind in KEEPS_STEP else None
 
     def check(self, tables: Sequence[Tensor]) -> None:
         """ValueError where the states do not fit the tables, or threads would update one row at once."""
-        if self.kind != "none":
-            _check_disjoint("table", tables)
-            _check_disjoint("state", self.states)
-        if self.kind in ("none", "sgd"):
-            if self.states:
-                raise _wrong(f"optimizer {self.kind} keeps no states, got {len(self.states)}")
+        if self.kind == "none":
             return
-        if len(self.states) != len(tables):
-            raise _wrong(f"optimizer {self.kind} needs one state a table ({len(tables)}), got {len(self.states)}")
-        for t, (state, table) in enumerate(zip(self.states, tables, strict=True)):
-            shape = table.shape if self.kind == "adagrad" else table.shape[:1]
-            if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
-                raise _wrong(
-                    f"the {self.kind} state of table {t} must be contiguous float32 {list(shape)} ({STATE_SHAPE[self.kind]}), "
-                    f"got {state.dtype} {list(state.shape)}"
-                )
+        _check_disjoint("table", tables)
+        _check_disjoint("state", self.states)
+        shapes, keeps_step = TABLE_STATES[self.kind], self.kind in KEEPS_STEP
+        expected = len(shapes) * len(tables) + keeps_step
+        if len(self.states) != expected:
+            kept = f"{len(shapes)} state(s) a table ({len(tables)} here){' and a step' if keeps_step else ''}"
+            raise _wrong(f"optimizer {self.kind} keeps {kept}: expected {expected} tensors, got {len(self.states)}")
+        for which, shape in enumerate(shapes):
+            for t, (state, table) in enumerate(zip(self.table_states(which, len(tables)), tables, strict=True)):
+                wanted = state_shape(shape, table)
+                if state.shape != wanted or state.dtype != torch.float32 or not state.is_contiguous():
+                    raise _wrong(
+                        f"the {self.kind} state of table {t} must be contiguous float32 {list(wanted)} ({shape}), "
+                        f"got {state.dtype} {list(state.shape)}"
+                    )
+                _check_same_device(f"the {self.kind} state of table {t}", state, table)
+        if self.step is not None and (self.step.dtype != torch.int64 or self.step.shape != (1,)):
+            raise _wrong(f"the {self.kind} step must be int64 [1], got {self.step.dtype} {list(self.step.shape)}")
+        if self.learning_rate is not None and tables:
+            _check_same_device("the learning rate (FusedOptimizer's device)", self.learning_rate, tables[0])
+
+
+def _check_same_device(name: str, tensor: Tensor, table: Tensor) -> None:
+    if tensor.device != table.device:
+        raise _wrong(f"{name} is on {tensor.device}, the tables on {table.device}")
 
 
 def _check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What every rank must know of an `embedding_all_to_all`, and the optimizer that its backward applies."""
+"""What every rank must know of an `embedding_all_to_all`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,6 +31,9 @@ class EmbeddingLayout:
     batch_sizes: Sequence[int]
     total_dim: int
     dtype: torch.dtype = torch.float32
+    # One list of integers, which is all that an operator's schema can hold; `decode` reads it. Made at once, since a compiler
+    # that traces a call may not be able to.
+    encoded: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_dims", tuple(tuple(dims) for dims in self.feature_dims))
@@ -48,6 +50,11 @@ class EmbeddingLayout:
         if any(size < 0 for size in self.batch_sizes):
             raise ValueError(f"EmbeddingLayout: batch_sizes must not be negative, got {list(self.batch_sizes)}")
         _check_tiling(self.feature_dims, self.feature_columns, self.total_dim)
+        counts = [len(dims) for dims in self.feature_dims]
+        dims = [d for rank in self.feature_dims for d in rank]
+        columns = [c for rank in self.feature_columns for c in rank]
+        encoded = [self.world, self.total_dim, *self.batch_sizes, *counts, *dims, *columns]
+        object.__setattr__(self, "encoded", encoded)
 
     @property
     def world(self) -> int:
@@ -83,14 +90,6 @@ class EmbeddingLayout:
             columns.append([at + sum(dims[:f]) for f in range(len(dims))])
             at += sum(dims)
         return cls(feature_dims, columns, batch_sizes, at, dtype)
-
-    @functools.cached_property
-    def encoded(self) -> list[int]:
-        """One list of integers, which is all that an operator's schema can hold: `decode` reads it."""
-        counts = [len(dims) for dims in self.feature_dims]
-        dims = [d for rank in self.feature_dims for d in rank]
-        columns = [c for rank in self.feature_columns for c in rank]
-        return [self.world, self.total_dim, *self.batch_sizes, *counts, *dims, *columns]
 
     @staticmethod
     def decode(encoded: Sequence[int], dtype: torch.dtype) -> EmbeddingLayout:
@@ -138,50 +137,3 @@ def _check_tiling(
         expected, before = column + dim, name
     if expected != total_dim:
         raise ValueError(f"EmbeddingLayout: the features cover {expected} columns, total_dim is {total_dim}")
-
-
-STATE_SHAPE = {"sgd": "none", "adagrad": "[rows, dim]", "rowwise_adagrad": "[rows]"}
-
-
-class FusedOptimizer:
-    """Updates the tables inside backward, with FBGEMM's semantics: once per distinct row, in fp32, no weight decay.
-
-    kind: "sgd":             w -= lr * g
-          "adagrad":         s += g * g;        w -= lr * g / (sqrt(s) + eps)     state [rows, dim] a table
-          "rowwise_adagrad": s += mean(g * g);  w -= lr * g / (sqrt(s) + eps)     state [rows] a table
-        where g is the sum of the row's gradients over the global batch.
-    states: one float32 tensor a table, contiguous, changed in place; empty for sgd. `make_states` allocates zeros.
-    learning_rate: assign to it to schedule it; a backward applies what its forward found, as FBGEMM does.
-    """
-
-    def __init__(
-        self, kind: str = "sgd", learning_rate: float = 0.01, eps: float = 1e-8, states: Sequence[Tensor] = ()
-    ) -> None:
-        if kind not in STATE_SHAPE:
-            raise ValueError(f"FusedOptimizer: kind must be one of {', '.join(STATE_SHAPE)}, got {kind!r}")
-        if eps < 0:
-            raise ValueError(f"FusedOptimizer: eps must not be negative, got {eps}")
-        self.kind = kind
-        self.eps = eps
-        self.states = list(states)
-        # A tensor, so that a compiled graph reads today's value instead of the one it was traced with.
-        self.learning_rate_tensor = torch.tensor([float(learning_rate)], dtype=torch.float32)
-
-    @property
-    def learning_rate(self) -> float:
-        return self.learning_rate_tensor.item()
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self.learning_rate_tensor.fill_(value)
-
-    @staticmethod
-    def make_states(kind: str, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Zero states for those tables."""
-        shapes = {"sgd": None, "adagrad": lambda t: t.shape, "rowwise_adagrad": lambda t: t.shape[:1]}
-        if kind not in shapes:
-            raise ValueError(f"FusedOptimizer: kind must be one of {', '.join(shapes)}, got {kind!r}")
-        shape_of = shapes[kind]
-        return (
-            [] if shape_of is None else [torch.zeros(shape_of(t), dtype=torch.float32, device=t.device) for t in tables]
-        )

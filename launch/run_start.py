@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from launch.config_errors import CONFIG_ERRORS, stop, typed
 from launch.run_directory import claim, share
+from trainers.config import RunConfig
 from trainers.config_rules import ConfigError, check
 
 
@@ -49,6 +50,8 @@ def _start_run(config: DictConfig) -> None:
 
             report(run_config, run_config.dry_run_ranks or world)
         sys.exit(0)
+    if run_config.trainer.ranks_per_gpu > 1 and world > 1:
+        _share_cards(run_config)
     run_dir = None
     if rank == 0:
         run_dir = Path(str(config.hydra.run.dir)).absolute()
@@ -59,6 +62,15 @@ def _start_run(config: DictConfig) -> None:
     if world > 1:
         run_dir = share(run_dir, rank, run_config.comm.timeout_s)
     config.hydra.run.dir = str(run_dir)
+
+
+def _share_cards(config: RunConfig) -> None:
+    from launch.lab import LabError, torchrun
+
+    try:
+        torchrun.enter(config.trainer.ranks_per_gpu, timeout_s=config.comm.timeout_s)
+    except LabError as error:
+        raise ConfigError(f"trainer.ranks_per_gpu={config.trainer.ranks_per_gpu}: {error}") from error
 
 
 def _start_sweep(config: DictConfig) -> None:

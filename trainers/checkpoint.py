@@ -246,11 +246,14 @@ def _generators() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
 def _set_generators(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
+    if state.get("cuda") is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-COMM_MODES = ("fused", "baseline")
+COMM_MODES = ("fused", "baseline", "auto")  # auto: the faster of both, measured in the run
 OPERATOR_MODES = (*COMM_MODES, "unfused")  # unfused: the fused backend's compute, then its exchange; to measure fusing
 BACKENDS = ("auto", "host", "cuda", "triton")
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
 @dataclass
 class CommConfig:
     """Which collectives are fused. `embedding_all_to_all` is one switch an operator and follows `mode` unless set."""
 
-    mode: str = MISSING  # fused | baseline
-    embedding_all_to_all: str = "${.mode}"  # fused | baseline | unfused
+    mode: str = MISSING  # fused | baseline | auto
+    embedding_all_to_all: str = "${.mode}"  # fused | baseline | auto | unfused
     backend: str = "auto"  # auto | host | cuda | triton
     require_fused: bool = False  # a fallback to baseline is an error
     timeout_s: float = 600.0  # bound on every wait for a peer
@@ -32,7 +32,7 @@ class RecipeConfig:
     """What a model was published with: defaults of `data.batch_size` and of `optim=recipe`."""
 
     batch_size: int = 512
-    optimizer: str = "sgd"  # sgd | adagrad | rowwise_adagrad
+    optimizer: str = "sgd"  # sgd | adagrad | rowwise_adagrad | adam
     lr: float = 0.1
     eps: float = 1e-8
 
@@ -71,7 +71,7 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    name: str = "sgd"  # sgd | adagrad | rowwise_adagrad (embeddings); dense: sgd | adagrad
+    name: str = "sgd"  # sgd | adagrad | rowwise_adagrad (dense parameters: adagrad) | adam
     lr: float = 0.1
     dense_lr: float | None = None  # None = lr
     eps: float = 1e-8
@@ -94,7 +94,10 @@ class TrainerConfig:
     resume: str | None = None  # a checkpoint directory, a run directory, or "auto" (this run directory's newest)
     seed: int = 0
     dense_dtype: str = "fp32"  # fp32 | bf16
-    device: str = "cpu"  # cpu | cuda (which only a dry run takes so far)
+    device: str = "cpu"  # cpu | cuda
+    compile: bool = False  # torch.compile of the dense part, a fused operator inside its graph
+    compile_backend: str = "inductor"  # inductor | aot_eager
+    ranks_per_gpu: int = 1  # ranks that share each card, in a one-GPU lab that the run sets up (docs/one-gpu-lab.md)
     deterministic: bool = False
     progress: bool = True
     profile_steps: int = 0  # write a chrome trace of that many steps after warm-up

@@ -32,6 +32,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "engine.kind": ("ddp",),
     "trainer.device": ("cpu", "cuda"),
     "trainer.dense_dtype": ("fp32", "bf16"),
+    "trainer.compile_backend": ("inductor", "aot_eager"),
     "logger.kind": ("jsonl", "wandb"),
     "logger.wandb_mode": ("offline", "online", "disabled"),
 }
@@ -55,6 +56,7 @@ AT_LEAST: dict[str, int] = {
     "trainer.checkpoint_every": 1,
     "trainer.keep_checkpoints": 1,
     "trainer.seed": 0,
+    "trainer.ranks_per_gpu": 1,
     "trainer.profile_steps": 0,
     "logger.every": 1,
     "dry_run_ranks": 1,
@@ -168,7 +170,7 @@ def _fused(config: RunConfig) -> str | None:
     if comm.require_fused:
         for operator in FUSED_OPERATORS:
             if getattr(comm, operator) != "fused":
-                why = "comm=baseline" if comm.mode == "baseline" else f"comm.{operator}={getattr(comm, operator)}"
+                why = f"comm.{operator}={getattr(comm, operator)}" if comm.mode == "fused" else f"comm={comm.mode}"
                 return f"comm.require_fused=true contradicts {why}; drop one of them"
     return None
 
@@ -180,6 +182,11 @@ def _backend(config: RunConfig) -> str | None:
     if comm.backend in ("cuda", "triton") and device == "cpu":
         return f"comm.backend={comm.backend} works on a GPU, and trainer.device is cpu; use comm.backend=host or auto"
     for operator in FUSED_OPERATORS:
+        if getattr(comm, operator) == "auto" and comm.backend != "auto":
+            return (
+                f"comm.backend={comm.backend} contradicts comm.{operator}=auto, which measures every backend of the device; "
+                "drop one of them"
+            )
         if getattr(comm, operator) != "fused" or comm.backend == "auto":
             continue
         existing = implemented_backends(operator)
@@ -225,10 +232,19 @@ def _resume(config: RunConfig) -> str | None:
     return None
 
 
-def _device(config: RunConfig) -> str | None:
-    if config.trainer.device != "cpu" and not config.dry_run:
+def _shared_card(config: RunConfig) -> str | None:
+    trainer = config.trainer
+    if trainer.ranks_per_gpu > 1 and trainer.device == "cpu":
+        return f"trainer.ranks_per_gpu={trainer.ranks_per_gpu} is about GPUs, and trainer.device is cpu; set trainer.device=cuda"
+    return None
+
+
+def _adam(config: RunConfig) -> str | None:
+    optim = config.optim
+    if optim.name == "adam" and optim.in_backward and config.trainer.device == "cpu":
         return (
-            f"trainer.device={config.trainer.device} can't train yet, only be planned with dry_run=true; allowed: cpu"
+            "optim.name=adam with optim.in_backward=true needs a GPU, as FBGEMM has no Adam on the CPU; set "
+            "optim.in_backward=false or trainer.device=cuda"
         )
     return None
 
@@ -244,5 +260,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _plain_gradients,
     _schedule,
     _resume,
+    _shared_card,
     _device,
 )

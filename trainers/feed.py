@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from models.dlrm.index_distribution import DistributedIndices, IndexDistribution, Pending
+from models.dlrm.index_distribution import DistributedIndices, Pending
+from trainers import device
 from trainers.config import ModelConfig
 from trainers.data.batch import Batch, make_batch
+from trainers.engines import Engine
 from trainers.step_timing import StepTimer
 
 
@@ -29,11 +31,10 @@ class Feed:
     and `indices.batch_sizes`, which travels with the sizes anyway, tells all ranks in the same step when none is left.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch], distribution: IndexDistribution, timer: StepTimer, model: ModelConfig
-    ) -> None:
-        self._batches, self._distribution, self._timer = batches, distribution, timer
-        self._empty = empty_batch(model)
+    def __init__(self, batches: Iterator[Batch], engine: Engine, timer: StepTimer, model: ModelConfig) -> None:
+        self._batches = device.feed(batches, engine.device)
+        self._distribution, self._timer = engine.indices, timer
+        self._empty = empty_batch(model).to(engine.device)
         self._next: tuple[Batch, Pending] | None = None
 
     def fetch(self) -> None:

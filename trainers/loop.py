@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import fused_ops
 from trainers import checkpoint, metrics
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
@@ -44,8 +44,8 @@ class Run:
 def train(run: Run) -> None:
     """Train to `trainer.steps`, or until no rank has samples; evaluate and save on the way and at the end."""
     config, trainer, progress = run.config, run.config.trainer, run.progress
-    timer = StepTimer(run.engine.exchanges())
-    feed = Feed(run.batches("train", progress.batches), run.engine.indices, timer, config.model)
+    timer = StepTimer(run.engine.device, run.engine.exchanges())
+    feed = Feed(run.batches("train", progress.batches), run.engine, timer, config.model)
     saved = evaluated = first = progress.step
     if progress.step < trainer.steps:
         feed.fetch()
@@ -100,13 +100,14 @@ def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None
             engine.backward(loss, last)
         with timer.part("exposed"):
             arrived.wait()
-        _stop_if_not_finite(run, sums, batch, logits)
-        loss_sum, samples = loss_sum + float(torch.cat(sums).sum()), samples + here
+        losses = torch.cat(sums).cpu()
+        _stop_if_not_finite(run, losses.tolist(), batch, logits)
+        loss_sum, samples = loss_sum + float(losses.sum()), samples + here
         progress.batches += here > 0
         if last:
             break
     engine.step()
-    fused_ops.check_errors()
+    engine.check(indices)
     progress.step += 1
     times = timer.end_step()
     return {
@@ -122,7 +123,7 @@ def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None
 def _evaluate(run: Run) -> None:
     """Log AUC, NE and loss over every sample of the validation split (or `trainer.eval_batches` batches of it)."""
     limit = run.config.trainer.eval_batches
-    feed = Feed(run.batches("val", 0), run.engine.indices, StepTimer(), run.config.model)
+    feed = Feed(run.batches("val", 0), run.engine, StepTimer(run.engine.device), run.config.model)
     logits, labels = [torch.zeros(0)], [torch.zeros(0)]
     run.engine.model.eval()
     with torch.no_grad():
@@ -135,13 +136,13 @@ def _evaluate(run: Run) -> None:
             more = sum(indices.batch_sizes) > 0 and (limit is None or done < limit)
             if more:
                 feed.fetch()
-            logits.append(run.engine.forward(batch.dense, indices))
-            labels.append(batch.labels.float())
+            logits.append(run.engine.forward(batch.dense, indices).cpu())
+            labels.append(batch.labels.float().cpu())
+            run.engine.check(indices)
             if not more:
                 break
             feed.send()
     run.engine.model.train()
-    fused_ops.check_errors()
     all_logits, all_labels = metrics.gather(torch.cat(logits)), metrics.gather(torch.cat(labels))
     if all_logits is not None and all_labels is not None:
         run.log(metrics.evaluate(all_logits, all_labels).as_event(run.progress.step))
@@ -154,8 +155,8 @@ def _gather(value: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
     return sums, dist.all_gather(sums, mine, async_op=True)
 
 
-def _stop_if_not_finite(run: Run, sums: list[torch.Tensor], batch: Batch, logits: torch.Tensor) -> None:
-    bad = [rank for rank, value in enumerate(sums) if not bool(torch.isfinite(value))]
+def _stop_if_not_finite(run: Run, sums: list[float], batch: Batch, logits: torch.Tensor) -> None:
+    bad = [rank for rank, value in enumerate(sums) if not math.isfinite(value)]
     if not bad:
         return
     step = run.progress.step + 1
@@ -166,7 +167,7 @@ def _stop_if_not_finite(run: Run, sums: list[torch.Tensor], batch: Batch, logits
         parts |= {"keys": sparse.keys(), "values": sparse.values(), "lengths": sparse.lengths()}
         torch.save(parts, files[dist.get_rank()])
     dist.barrier()  # nobody ends the job before the batches are written
-    losses = "; ".join(f"rank {rank} ({float(sums[rank])}, batch saved as {file})" for rank, file in files.items())
+    losses = "; ".join(f"rank {rank} ({sums[rank]}, batch saved as {file})" for rank, file in files.items())
     raise NonFiniteLossError(f"step {step}: the loss is not finite on {losses}")
 
 
@@ -202,7 +203,7 @@ class _Profile:
 
     def before(self, step: int) -> None:
         if self._count and step == self._first:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profiler.start()
         elif step == self._first + self._count:
             self._stop()

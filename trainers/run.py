@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import fused_ops
-from trainers import checkpoint
+from trainers import checkpoint, device
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
 from trainers.data import build
@@ -51,8 +51,7 @@ def run(
     failed first, the summary says `status: failed`, and the process should exit at once: its exit is what frees ranks
     that wait for it.
     """
-    if config.trainer.device != "cpu":
-        raise ValueError(f"trainer.device={config.trainer.device} can't train yet; allowed: cpu")
+    device.take(config.trainer)
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     began = time.time()
     statistics = StepStatistics(config.trainer.warmup)
@@ -148,7 +147,7 @@ def _what_ran(config: RunConfig, facts: RunFacts) -> None:
     stock = config.comm.embedding_all_to_all == "baseline"  # TorchRec's own collection, which nothing counts
     facts.backend = "baseline" if stock else backend_that_ran(facts.counters)
     if facts.backend is not None:
-        facts.link = "CPU host, gloo" if "baseline" in facts.backend else "CPU host, shared memory"
+        facts.link = device.describe_link(config.trainer, facts.backend)
 
 
 def _data(config: RunConfig) -> tuple[Callable[..., Iterable[Any]], DataInfo]:
@@ -165,7 +164,8 @@ def _join(config: RunConfig, rank: int, world: int) -> dist.Store:
     shared, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=world, timeout=timeout)))
     store = dist.PrefixStore(f"trainers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     introduce(store, rank)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    backend = device.BACKENDS[config.trainer.device]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     fused_ops.set_timeout(config.comm.timeout_s)
     return store
 

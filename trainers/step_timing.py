@@ -16,12 +16,12 @@ call or wait and computes nothing of its own. Three sources add up to it:
 - the tail of the dense gradients' all-reduce: from the end of the last backward computation to DDP's return;
 - whatever the loop itself waits for (the losses of the other ranks).
 
-On the CPU the clock is the host's; the calls block, so host time is the time spent.
+On the CPU the clock is the host's; the calls block, so host time is the time spent. On a GPU parts begin and end where its
+compute stream does, so that a wait which the GPU's queued work covers is no wait, and one that starves it is.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,9 @@ from torch import nn
 from torch.autograd import Variable
 
 import fused_ops
+from trainers.device import Mark, mark, milliseconds, reach
 
+PARTS = ("data", "index_dist", "exposed")
 EXCHANGE_NODES = ("All2All_Pooled_WaitBackward", "All2All_Pooled_ReqBackward")
 
 
@@ -51,64 +53,69 @@ class StepTimes:
 class StepTimer:
     """Accumulates the parts of a step. `exchanges`: modules that start an unfused pooled exchange."""
 
-    def __init__(self, exchanges: Iterable[nn.Module] = ()) -> None:
-        self._parts = {"data": 0.0, "index_dist": 0.0, "exposed": 0.0}
-        self._paused = 0.0
-        self._begin = time.perf_counter()
+    def __init__(self, device: torch.device | None = None, exchanges: Iterable[nn.Module] = ()) -> None:
+        self._device = device or torch.device("cpu")
+        self._parts: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in PARTS}
+        self._paused: list[tuple[Mark, Mark]] = []
+        self._begin = self._now()
         for exchange in exchanges:
             exchange.register_forward_pre_hook(self._exchange_starts)
             exchange.register_forward_hook(self._exchange_started)
-        self._exchange_start = 0.0
+        self._exchange_start = self._begin
         fused_ops.exposed_wait_ms()
+
+    def _now(self) -> Mark:
+        return mark(self._device)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Adds the time inside to "data", "index_dist" or "exposed"."""
-        start = time.perf_counter()
+        start = self._now()
         try:
             yield
         finally:
-            self._parts[name] += time.perf_counter() - start
+            self._parts[name].append((start, self._now()))
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leaves the time inside out of the step: evaluation, checkpoints."""
-        begin, parts = time.perf_counter(), dict(self._parts)
+        begin, parts = self._now(), {name: list(intervals) for name, intervals in self._parts.items()}
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - begin
+            self._paused.append((begin, self._now()))
             self._parts = parts
             fused_ops.exposed_wait_ms()
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around `loss.backward()`: what is left of it after its last computation is DDP waiting for gradients."""
-        computed: list[float] = []
+        computed: list[Mark] = []
 
         def at_start(_: torch.Tensor) -> None:
             # Callbacks run in order when the graph is done, and DDP queues its own later than this.
-            Variable._execution_engine.queue_callback(lambda: computed.append(time.perf_counter()))
+            Variable._execution_engine.queue_callback(lambda: computed.append(self._now()))
 
         handle = loss.register_hook(at_start)
         yield
         handle.remove()
-        self._parts["exposed"] += time.perf_counter() - computed[0]
+        self._parts["exposed"].append((computed[0], self._now()))
 
     def end_step(self) -> StepTimes:
         """The times since the last call (or since the timer was made), and a fresh start."""
-        now = time.perf_counter()
-        step = (now - self._begin - self._paused) * 1e3
-        data, index, exposed = (self._parts[name] * 1e3 for name in ("data", "index_dist", "exposed"))
+        now = self._now()
+        reach(now)
+        step = milliseconds(self._begin, now) - _total(self._paused)
+        data, index, exposed = (_total(self._parts[name]) for name in PARTS)
         exposed += fused_ops.exposed_wait_ms()
-        self._parts, self._paused, self._begin = dict.fromkeys(self._parts, 0.0), 0.0, now
+        self._parts, self._paused, self._begin = {name: [] for name in PARTS}, [], now
         return StepTimes(step, data, index, exposed, step - data - index - exposed)
 
     def _exchange_starts(self, module: nn.Module, args: Any) -> None:
-        self._exchange_start = time.perf_counter()
+        self._exchange_start = self._now()
 
     def _exchange_started(self, module: nn.Module, args: Any, awaitable: Any) -> Any:
-        self._parts["exposed"] += time.perf_counter() - self._exchange_start
+        self._parts["exposed"].append((self._exchange_start, self._now()))
         wait = awaitable.wait
 
         def timed_wait() -> torch.Tensor:
@@ -136,14 +143,18 @@ class StepTimer:
             )
 
     def _time_node(self, node: torch.autograd.graph.Node) -> None:
-        start = 0.0
+        start = self._begin
 
         def before(_: Any) -> None:
             nonlocal start
-            start = time.perf_counter()
+            start = self._now()
 
         def after(_: Any, __: Any) -> None:
-            self._parts["exposed"] += time.perf_counter() - start
+            self._parts["exposed"].append((start, self._now()))
 
         node.register_prehook(before)
         node.register_hook(after)
+
+
+def _total(intervals: list[tuple[Mark, Mark]]) -> float:
+    return sum(milliseconds(start, end) for start, end in intervals)

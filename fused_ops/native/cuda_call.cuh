@@ -1,4 +1,4 @@
-// One call on a CUDA channel, as the blocks of a kernel live it: claim tiles, find destinations, signal slices, wait for
+// One call on a CUDA channel, as the warps of a kernel live it: claim tiles, find destinations, signal slices, wait for
 // sources, close. The state is in device memory, so that a replayed graph is a new epoch; failures leave a record in pinned
 // memory, poison the output and return.
 #pragma once
@@ -7,29 +7,40 @@
 
 namespace fused_ops {
 
-enum Code : int32_t { kOk = 0, kTimeout = 1, kRejected = 3, kBroken = 4, kBadTag = 8 };
+enum Code : int32_t { kOk = 0, kTimeout = 1, kRejected = 3, kBroken = 4, kBadTag = 8, kHalted = 9, kBadIndex = 10, kBadOffset = 11 };
 enum Phase : int32_t { kCredit = 2, kData = 3 };
+enum Queue : int { kSends = 0, kLocal = 1, kReceives = 2, kQueues = 3 };
+
+// What only the device can see to be wrong with an input.
+struct BadValue {
+  int64_t feature, position, value;
+};
 
 struct State {
   uint32_t epoch;        // of the last finished call
-  uint32_t next_tile, blocks_done, slices_sent;
+  uint32_t next_tile[kQueues];
+  uint32_t blocks_done;
   uint32_t posted_epoch, posted_tag, posted_place;  // the credit posted ahead
   uint32_t opened;       // epoch whose credits are posted
+  int32_t stop;          // the running call has failed, or the channel is broken
   int32_t failed, failed_phase, failed_peer;        // of the running call
   int32_t broken;        // a timeout happened: no later call can work
-  uint64_t sends_done_ns, wait_ns;
-  uint32_t tiles_done[kMaxRanks];
+  int32_t halted;        // a call failed and the host has not raised it yet: gradients and updates are suppressed
+  uint64_t work_done_ns, wait_ns;
+  BadValue bad;
+  uint32_t tiles_done[kMaxRanks * kMaxSlices];
 };
 
 // In pinned host memory. The host clears `serial` when it has read a record; the device writes one only when it is clear.
 struct Record {
   int64_t timeout_ns;
-  uint64_t wait_ns;      // total time that calls waited beyond their own sends
+  uint64_t wait_ns;      // total time that calls waited beyond their own work
   uint32_t serial;
   int32_t code, phase, peer;
   uint32_t epoch, operator_id;
-  uint64_t late;         // bit r: rank r's flag had not arrived
+  uint64_t late;         // bit r: rank r's flags had not all arrived
   int64_t call_number;   // the host's count, to find what the peer said of it
+  BadValue bad;
 };
 
 struct CallParams {
@@ -42,14 +53,39 @@ struct CallParams {
   uint32_t next_tag, next_place;  // the credit to post ahead when done; kNone: none
   uint32_t operator_id, stress_delay_us;
   int64_t call_number;
-  int64_t abort;         // this rank rejected the call: tell the peers and be done
+  int32_t abort;         // this rank rejected the call: tell the peers and be done
+  int32_t heeds_halt;    // refuse to run while `halted`
+  int32_t slices;        // parts a destination's data is sent in
+  int32_t local_first_warps;  // warps a block that do this rank's own tiles before those for remote ranks
 };
 constexpr uint32_t kNone = 0xFFFFFFFFu;
 
+// Part `slice` of `count` things, of which the parts are as even as whole things allow.
+__host__ __device__ inline int64_t slice_begin(int64_t count, int slice, int slices) { return count * slice / slices; }
+
+// Takes down the running call of a channel, from a kernel of the call or from one that prepares it.
+__device__ __forceinline__ bool fail_call(State* s, int code, int phase, int peer) {
+  if (code == kOk) return false;  // another warp failed first
+  const bool first = atomicCAS(&s->failed, 0, code) == 0;
+  if (first) {
+    s->failed_phase = phase;
+    s->failed_peer = peer;
+  }
+  if (code == kTimeout) *reinterpret_cast<volatile int32_t*>(&s->broken) = 1;
+  *reinterpret_cast<volatile int32_t*>(&s->stop) = 1;
+  __threadfence();
+  return first;
+}
+
+__device__ __forceinline__ void fail_value(State* s, int code, int rank, int64_t feature, int64_t position, int64_t value) {
+  if (fail_call(s, code, kData, rank)) s->bad = {feature, position, value};
+}
+
 struct Shared {
-  int64_t tile;
-  char* pointer;
-  int32_t ok;
+  char* destination[kMaxRanks];                  // null until it is known
+  uint32_t end[2][kMaxRanks * kMaxSlices];       // kSends, kReceives: end of each (slice, peer)'s tiles in claim order
+  uint32_t warps_done;
+  int32_t last;
 };
 
 class Call {
@@ -59,151 +95,150 @@ class Call {
   Shared* shared;
 
   __device__ Call(const CallParams& params, Shared* s)
-      : p(params), epoch(*reinterpret_cast<volatile uint32_t*>(&params.state->epoch) + 1), shared(s) {}
-
-  // The next tile for this block, -1 when the call has failed. Every thread gets it.
-  __device__ int64_t claim() {
-    if (threadIdx.x == 0) shared->tile = stopped() ? -1 : static_cast<int64_t>(atomicAdd(&p.state->next_tile, 1u));
-    __syncthreads();
-    const int64_t tile = shared->tile;
-    __syncthreads();
-    return tile;
-  }
+      : p(params),
+        epoch(*reinterpret_cast<volatile uint32_t*>(&params.state->epoch) + 1),
+        shared(s),
+        refused_(params.abort || (params.heeds_halt && *reinterpret_cast<volatile int32_t*>(&params.state->halted))) {}
 
   // The slot this call receives in: the one posted ahead, if that was for this very call.
-  __device__ uint32_t my_place() const {
-    return posted_ahead() ? p.state->posted_place : p.place;
+  __device__ char* my_slot() const {
+    return p.link.locate(p.link.rank, posted_ahead() ? p.state->posted_place : p.place);
   }
 
-  // Tell every peer where its slice goes. One block, before anything that waits.
-  __device__ void open() {
-    if (!posted_ahead()) post_credits(epoch, p.place, p.tag);
-    if (threadIdx.x == 0) {
-      __threadfence();
-      *reinterpret_cast<volatile uint32_t*>(&p.state->opened) = epoch;
+  // The whole call, for every thread of the grid. Tiles for remote ranks come before this rank's own (for all warps but
+  // `local_first_warps` of a block); the next rank's first, so that not all ranks store to one.
+  //   send_tiles(peer, slice), receive_tiles(source, slice): how many, at least one, since every slice has a flag
+  //   send(to, peer, slice, tile): store a tile of the slice that starts at `to` in the peer's slot
+  //   local(tile): one of `local_tiles`, of what stays here
+  //   receive(source, slice, tile): the slice is here; copy a part of it out of the slot (nothing to do where that is the output)
+  template <class SendTiles, class ReceiveTiles, class Send, class Local, class Receive>
+  __device__ void run(SendTiles&& send_tiles, ReceiveTiles&& receive_tiles, uint32_t local_tiles, bool copies_out, Send&& send,
+                      Local&& local, Receive&& receive) {
+    const int remote = p.link.world - 1, pairs = remote * p.slices;
+    for (int k = threadIdx.x; k < pairs; k += blockDim.x) {
+      shared->end[0][k] = send_tiles(peer_of(k), k / remote);
+      shared->end[1][k] = receive_tiles(peer_of(k), k / remote);
     }
+    for (int r = threadIdx.x; r < p.link.world; r += blockDim.x) shared->destination[r] = nullptr;
+    if (threadIdx.x == 0) shared->warps_done = 0;
+    __syncthreads();
+    if (threadIdx.x < 2) {
+      uint32_t sum = threadIdx.x == 0 ? 1 : 0;  // the first tile of kSends posts the credits
+      for (int k = 0; k < pairs; ++k) sum = shared->end[threadIdx.x][k] += sum;
+    }
+    __syncthreads();
+    const uint32_t sends = pairs ? shared->end[0][pairs - 1] : 1, receives = pairs ? shared->end[1][pairs - 1] : 0;
+
+    auto do_sends = [&] {
+      drain(kSends, sends, [&](uint32_t tile) {
+        if (tile == 0) return open();
+        const int k = find(0, pairs, tile), peer = peer_of(k), slice = k / remote;
+        const uint32_t begin = k ? shared->end[0][k - 1] : 1;
+        char* to = destination(peer);
+        if (to == nullptr) return false;
+        send(to, peer, slice, tile - begin);
+        tile_sent(peer, slice, shared->end[0][k] - begin);
+        return true;
+      });
+    };
+    auto do_local = [&] {
+      drain(kLocal, local_tiles, [&](uint32_t tile) {
+        local(tile);
+        return true;
+      });
+    };
+    auto do_receives = [&] {
+      drain(kReceives, receives, [&](uint32_t tile) {
+        const int k = find(1, pairs, tile), source = peer_of(k), slice = k / remote;
+        if (!wait_source(source, slice)) return false;
+        receive(source, slice, tile - (k ? shared->end[1][k - 1] : 0));
+        return true;
+      });
+    };
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    if (copies_out && warp == warps - 1) do_receives();  // delivery overlaps with the sends
+    if (warp < p.local_first_warps) do_local();
+    do_sends();
+    do_local();
+    work_done(warps);
+    do_receives();
+    close();
   }
 
-  // Where `peer` receives, once it has said so; null when the call has failed. Every thread gets it.
-  __device__ char* destination(int peer) {
-    if (threadIdx.x == 0) {
-      shared->pointer = nullptr;
-      const PeerEntry* entry = p.link.inbox(peer);
-      uint32_t tag = 0, place = 0;
-      Deadline deadline(*this);
-      // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
-      for (bool settled = false; !settled;) {
-        if (!wait(&entry->credit_tag, epoch, &tag, deadline)) {
-          fail(deadline.timed_out ? kTimeout : 0, kCredit, peer);
-          break;
-        }
-        if (tag == kAbortTag) { fail(kRejected, kCredit, peer); break; }
-        if ((tag & ~kPredicted) == p.tag) {
-          wait(&entry->credit_place, epoch, &place, deadline);
-          shared->pointer = p.link.locate(peer, place);
-          settled = true;
-        } else if (!(tag & kPredicted)) {
-          fail(kBadTag, kCredit, peer);
-          settled = true;
-        } else if (deadline()) {
-          fail(deadline.timed_out ? kTimeout : 0, kCredit, peer);
-          settled = true;
-        }
-      }
-    }
+  // This rank's part of a call that it rejected: its peers' waits end with the abort tag, and the epoch is used up.
+  __device__ void reject() {
+    for (int k = threadIdx.x; k < (p.link.world - 1) * p.slices; k += blockDim.x) shared->end[0][k] = 2 + k;
+    if (threadIdx.x == 0) shared->warps_done = 0;
     __syncthreads();
-    char* at = shared->pointer;
-    __syncthreads();
-    return at;
+    close();
   }
-
-  // The block has stored one of the `tiles` of its slice for `peer`; the last one raises the peer's flag.
-  __device__ void tile_sent(int peer, uint32_t tiles) {
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    __threadfence_system();
-    if (atomicAdd(&p.state->tiles_done[peer], 1u) + 1 != tiles) return;
-    __threadfence_system();
-    if (peer != p.link.rank) {
-      stress_delay(peer);
-      signal(&p.link.outbox(peer)->flag, epoch, p.tag);
-    }
-    if (atomicAdd(&p.state->slices_sent, 1u) + 1 == static_cast<uint32_t>(p.link.world)) p.state->sends_done_ns = now_ns();
-  }
-
-  // True once the slice of `source` is here. Every thread gets the answer, and may read the slice.
-  __device__ bool wait_source(int source) {
-    if (threadIdx.x == 0) {
-      uint32_t tag = 0;
-      Deadline deadline(*this);
-      shared->ok = 0;
-      if (!wait(&p.link.inbox(source)->flag, epoch, &tag, deadline)) fail(deadline.timed_out ? kTimeout : 0, kData, source);
-      else if (tag == kAbortTag) fail(kRejected, kData, source);
-      else if (tag != p.tag) fail(kBadTag, kData, source);
-      else shared->ok = 1;
-    }
-    __syncthreads();
-    const bool ok = shared->ok;
-    __syncthreads();
-    return ok;
-  }
-
-  // Every block's last act. The last block to come here ends the call: on failure it tells the peers, poisons the output and
-  // leaves the record; then it posts the next credit and advances the epoch.
-  __device__ void close(const uint32_t* tiles_of) {
-    __syncthreads();
-    State* s = p.state;
-    if (threadIdx.x == 0) {
-      __threadfence();
-      shared->ok = atomicAdd(&s->blocks_done, 1u) + 1 == gridDim.x;
-      __threadfence();
-    }
-    __syncthreads();
-    if (!shared->ok) return;
-    if (p.abort || failure() || broken()) close_failed(tiles_of);
-    __syncthreads();
-    const bool ahead = p.next_place != kNone && !p.abort && !failure() && !broken();
-    if (ahead) post_credits(epoch + 1, p.next_place, p.next_tag | kPredicted);
-    __syncthreads();
-    if (threadIdx.x < p.link.world) s->tiles_done[threadIdx.x] = 0;
-    if (threadIdx.x == 0) {
-      if (s->sends_done_ns) s->wait_ns += now_ns() - s->sends_done_ns;
-      s->sends_done_ns = 0;
-      *reinterpret_cast<volatile uint64_t*>(&p.record->wait_ns) = s->wait_ns;
-      if (ahead) {
-        s->posted_epoch = epoch + 1;
-        s->posted_tag = p.next_tag;
-        s->posted_place = p.next_place;
-      }
-      s->next_tile = s->blocks_done = s->slices_sent = 0;
-      s->failed = s->failed_phase = s->failed_peer = 0;
-      __threadfence();
-      s->epoch = epoch;
-    }
-  }
-
-  __device__ int failure() const { return *reinterpret_cast<volatile int32_t*>(&p.state->failed); }
-  __device__ int broken() const { return *reinterpret_cast<volatile int32_t*>(&p.state->broken); }
-  __device__ bool stopped() const { return p.abort || failure() || broken(); }
 
  private:
+  const bool refused_;
+
   struct Deadline {
     const Call& call;
     uint64_t end = 0;
     bool timed_out = false;
     __device__ explicit Deadline(const Call& c) : call(c) {}
     __device__ bool operator()() {
-      if (call.failure() || call.broken()) return true;
+      if (call.stopped()) return true;
       const uint64_t now = now_ns();
       if (end == 0) end = now + static_cast<uint64_t>(*reinterpret_cast<volatile int64_t*>(&call.p.record->timeout_ns));
       return timed_out = now > end;
     }
+    __device__ int code() const { return timed_out ? kTimeout : kOk; }
   };
 
+  __device__ bool stopped() const { return *reinterpret_cast<volatile int32_t*>(&p.state->stop); }
+  __device__ bool broken() const { return *reinterpret_cast<volatile int32_t*>(&p.state->broken); }
   __device__ bool posted_ahead() const { return p.state->posted_epoch == epoch && p.state->posted_tag == p.tag; }
+  __device__ int peer_of(int k) const { return (p.link.rank + 1 + k % (p.link.world - 1)) % p.link.world; }
 
-  __device__ void post_credits(uint32_t for_epoch, uint32_t place, uint32_t tag) {
-    for (int r = threadIdx.x; r < p.link.world; r += blockDim.x) {
+  // Claims tiles until none is left, each one ahead of use, which hides the latency of the claim.
+  template <class Process>
+  __device__ void drain(Queue queue, uint32_t count, Process&& process) {
+    if (refused_) return;
+    uint32_t claimed = 0;
+    int32_t stop = 0;
+    auto claim = [&] {
+      if (lane() == 0) {
+        stop = stopped();
+        claimed = atomicAdd(&p.state->next_tile[queue], 1u);
+      }
+    };
+    claim();
+    for (;;) {
+      const uint32_t tile = __shfl_sync(kAllLanes, stop ? kNone : claimed, 0);
+      if (tile >= count) return;
+      claim();
+      if (!process(tile)) return;
+    }
+  }
+
+  __device__ int find(int which, int pairs, uint32_t tile) const {
+    int low = 0, high = pairs - 1;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (shared->end[which][middle] > tile) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  // Tell every peer where its slice goes. One warp, before anything that waits.
+  __device__ bool open() {
+    if (!posted_ahead()) post_credits(lane(), 32, epoch, p.place, p.tag);
+    __syncwarp();
+    if (lane() == 0) {
+      __threadfence();
+      *reinterpret_cast<volatile uint32_t*>(&p.state->opened) = epoch;
+    }
+    return true;
+  }
+
+  __device__ void post_credits(int first, int step, uint32_t for_epoch, uint32_t place, uint32_t tag) {
+    for (int r = first; r < p.link.world; r += step) {
       if (r == p.link.rank) continue;
       PeerEntry* entry = p.link.outbox(r);
       store_release(&entry->credit_place, word(for_epoch, place));
@@ -211,38 +246,141 @@ class Call {
     }
   }
 
-  __device__ void fail(int code, int phase, int peer) {
-    if (code == kOk) return;  // another block failed first
-    if (atomicCAS(&p.state->failed, 0, code) != 0) return;
-    p.state->failed_phase = phase;
-    p.state->failed_peer = peer;
-    if (code == kTimeout) *reinterpret_cast<volatile int32_t*>(&p.state->broken) = 1;
-    __threadfence();
+  // Where `peer` receives, once it has said so; null when the call has failed. Every lane gets it.
+  __device__ char* destination(int peer) {
+    char* known = *static_cast<char* volatile*>(&shared->destination[peer]);
+    if (__all_sync(kAllLanes, known != nullptr)) return known;
+    uint64_t found = 0;
+    if (lane() == 0) {
+      const PeerEntry* entry = p.link.inbox(peer);
+      uint32_t tag = 0, place = 0;
+      Deadline deadline(*this);
+      // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
+      for (bool settled = false; !settled;) {
+        settled = true;
+        if (!wait(&entry->credit_tag, epoch, &tag, deadline)) {
+          fail(deadline.code(), kCredit, peer);
+        } else if (tag == kAbortTag) {
+          fail(kRejected, kCredit, peer);
+        } else if ((tag & ~kPredicted) == p.tag) {
+          if (wait(&entry->credit_place, epoch, &place, deadline)) found = reinterpret_cast<uint64_t>(p.link.locate(peer, place));
+          else fail(deadline.code(), kCredit, peer);
+        } else if (!(tag & kPredicted)) {
+          fail(kBadTag, kCredit, peer);
+        } else if (deadline()) {
+          fail(deadline.code(), kCredit, peer);
+        } else {
+          settled = false;
+        }
+      }
+      if (found) *static_cast<char* volatile*>(&shared->destination[peer]) = reinterpret_cast<char*>(found);
+    }
+    return reinterpret_cast<char*>(__shfl_sync(kAllLanes, found, 0));
   }
 
-  __device__ void close_failed(const uint32_t* tiles_of) {
+  // The warp has stored one of the `tiles` of a slice; the last one raises the peer's flag.
+  __device__ void tile_sent(int peer, int slice, uint32_t tiles) {
+    __syncwarp();
+    if (lane() != 0) return;
+    __threadfence_system();
+    if (atomicAdd(&p.state->tiles_done[peer * kMaxSlices + slice], 1u) + 1 != tiles) return;
+    __threadfence_system();
+    stress_delay(peer);
+    signal(&p.link.outbox(peer)->flag[slice], epoch, p.tag);
+  }
+
+  // True once that slice is here. Every lane gets the answer, and may read the slice.
+  __device__ bool wait_source(int source, int slice) {
+    int ok = 0;
+    if (lane() == 0) {
+      uint32_t tag = 0;
+      Deadline deadline(*this);
+      if (!wait(&p.link.inbox(source)->flag[slice], epoch, &tag, deadline)) fail(deadline.code(), kData, source);
+      else if (tag == kAbortTag) fail(kRejected, kData, source);
+      else if (tag != p.tag) fail(kBadTag, kData, source);
+      else ok = 1;
+    }
+    return __shfl_sync(kAllLanes, ok, 0);
+  }
+
+  // The time of the last warp to have no work left but waiting and delivery.
+  __device__ void work_done(int warps) {
+    if (lane() != 0 || atomicAdd(&shared->warps_done, 1u) + 1 != static_cast<uint32_t>(warps)) return;
+    atomicMax(reinterpret_cast<unsigned long long*>(&p.state->work_done_ns), static_cast<unsigned long long>(now_ns()));
+  }
+
+  __device__ void fail(int code, int phase, int peer) { fail_call(p.state, code, phase, peer); }
+
+  // Every block's last act. The last block to come here ends the call: on failure it tells the peers, poisons the output and
+  // leaves the record; then it posts the next credit and advances the epoch.
+  __device__ void close() {
+    __syncthreads();
     State* s = p.state;
-    if (threadIdx.x == 0 && broken() && s->failed == 0) s->failed = kBroken;
-    // No block stores any more: peers that got no slice learn that none will come.
-    for (int r = threadIdx.x; r < p.link.world; r += blockDim.x) {
-      if (r == p.link.rank) continue;
-      PeerEntry* entry = p.link.outbox(r);
-      if (s->tiles_done[r] < tiles_of[r] || s->tiles_done[r] == 0) signal(&entry->flag, epoch, kAbortTag);
-      if (s->opened != epoch) {
+    if (threadIdx.x == 0) {
+      __threadfence();
+      shared->last = atomicAdd(&s->blocks_done, 1u) + 1 == gridDim.x;
+      __threadfence();
+    }
+    __syncthreads();
+    if (!shared->last) return;
+    const bool failed = refused_ || stopped();
+    if (failed) close_failed();
+    __syncthreads();
+    const bool ahead = p.next_place != kNone && !failed && !stopped();
+    if (ahead) post_credits(threadIdx.x, blockDim.x, epoch + 1, p.next_place, p.next_tag | kPredicted);
+    __syncthreads();
+    for (int k = threadIdx.x; k < p.link.world * kMaxSlices; k += blockDim.x) s->tiles_done[k] = 0;
+    if (threadIdx.x == 0) {
+      if (s->work_done_ns) s->wait_ns += now_ns() - s->work_done_ns;
+      s->work_done_ns = 0;
+      *reinterpret_cast<volatile uint64_t*>(&p.record->wait_ns) = s->wait_ns;
+      if (ahead) {
+        s->posted_epoch = epoch + 1;
+        s->posted_tag = p.next_tag;
+        s->posted_place = p.next_place;
+      }
+      for (int q = 0; q < kQueues; ++q) s->next_tile[q] = 0;
+      s->blocks_done = 0;
+      s->failed = s->failed_phase = s->failed_peer = 0;
+      s->stop = broken();
+      __threadfence();
+      s->epoch = epoch;
+    }
+  }
+
+  __device__ void close_failed() {
+    State* s = p.state;
+    const int remote = p.link.world - 1;
+    if (threadIdx.x == 0 && s->failed == 0 && !p.abort) s->failed = broken() ? kBroken : kHalted;
+    // No warp stores any more: peers that lack a slice learn that none will come. Their layout may have more slices.
+    for (int k = threadIdx.x; k < remote * kMaxSlices; k += blockDim.x) {
+      const int peer = peer_of(k), slice = k / remote;
+      PeerEntry* entry = p.link.outbox(peer);
+      if (slice >= p.slices || s->tiles_done[peer * kMaxSlices + slice] != shared->end[0][k] - (k ? shared->end[0][k - 1] : 1))
+        signal(&entry->flag[slice], epoch, kAbortTag);
+      if (slice == 0 && s->opened != epoch) {
         store_release(&entry->credit_place, word(epoch, p.place));
         signal(&entry->credit_tag, epoch, kAbortTag);
       }
     }
-    // Every peer ends this epoch with a flag of one kind or the other. After it, it stores here no more, so that the slot
-    // can be posted again.
+    __syncthreads();
+    // Every peer ends this epoch with flags of one kind or the other: those of its slices where it succeeds, all where it
+    // fails. After them it stores here no more, so that the slot can be posted again.
     uint64_t late = 0;
     if (threadIdx.x == 0) {
       const uint64_t start = now_ns();
       const uint64_t limit = broken() ? 0 : static_cast<uint64_t>(p.record->timeout_ns);
-      for (int r = 0; r < p.link.world; ++r) {
-        if (r == p.link.rank) continue;
-        uint32_t tag;
-        if (!wait(&p.link.inbox(r)->flag, epoch, &tag, [&] { return now_ns() - start > limit; })) late |= 1ull << r;
+      for (int k = 0; k < remote; ++k) {
+        const int peer = peer_of(k);
+        int slices = 1;
+        for (int slice = 0; slice < slices; ++slice) {
+          uint32_t tag;
+          if (!wait(&p.link.inbox(peer)->flag[slice], epoch, &tag, [&] { return now_ns() - start > limit; })) {
+            late |= 1ull << peer;
+            break;
+          }
+          if (slice == 0) slices = !p.abort && tag == p.tag ? p.slices : kMaxSlices;
+        }
       }
       if (late && !broken()) {
         if (s->failed == 0) {
@@ -252,6 +390,7 @@ class Call {
         }
         *reinterpret_cast<volatile int32_t*>(&s->broken) = 1;
       }
+      if (s->failed) s->halted = 1;  // a call that its own host rejected is raised already
     }
     __syncthreads();
     for (int64_t i = threadIdx.x; i < p.output_bytes; i += blockDim.x) p.output[i] = static_cast<char>(0xFF);
@@ -264,6 +403,7 @@ class Call {
       r->operator_id = p.operator_id;
       r->late = late;
       r->call_number = p.call_number;
+      r->bad = s->bad;
       __threadfence_system();
       *reinterpret_cast<volatile uint32_t*>(&r->serial) = epoch;
     }

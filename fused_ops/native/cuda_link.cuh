@@ -1,5 +1,7 @@
 // The CUDA link: memory that a kernel of this rank and kernels of its peers both address, be it peer-mapped device memory or
-// pinned host memory. An operator reaches its peers through put_slice / signal / wait and nothing else.
+// pinned host memory. An operator reaches its peers through put / put_slice, signal and wait and nothing else.
+//
+// The unit of work is a warp: tiles are claimed, stored and waited for by one warp each, so that no warp waits for another.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +9,9 @@
 namespace fused_ops {
 
 constexpr int kMaxRanks = 64;
+constexpr int kMaxSlices = 8;                 // flags a pair of ranks has, hence parts that a destination's data can arrive in
 constexpr int kMaxArenas = 64;
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 constexpr uint32_t kAbortTag = 0xFFFFFFFFu;
 constexpr uint32_t kPredicted = 0x80000000u;  // a credit posted ahead, for the layout that is expected next
 constexpr int kPlaceShift = 8;                // a place is {arena: 6 bits, offset in 256-byte units: 26 bits}
@@ -15,10 +19,10 @@ constexpr int kArenaShift = 26;
 
 // One entry a peer in a rank's control area; that peer alone writes it.
 struct PeerEntry {
-  uint64_t flag;          // {epoch, tag}: its slice of that epoch is in this rank's memory
-  uint64_t credit_place;  // {epoch, place}: where its output slot of that epoch is
-  uint64_t credit_tag;    // {epoch, tag}: stored after the place, for which layout the place stands
-  uint64_t unused;
+  uint64_t credit_place;      // {epoch, place}: where its output slot of that epoch is
+  uint64_t credit_tag;        // {epoch, tag}: stored after the place, for which layout the place stands
+  uint64_t unused[6];
+  uint64_t flag[kMaxSlices];  // {epoch, tag}: that slice of its data of that epoch is in this rank's memory
 };
 
 struct Link {
@@ -33,6 +37,8 @@ struct Link {
     return arenas[(place >> kArenaShift) * kMaxRanks + owner] + (static_cast<uint64_t>(units) << kPlaceShift);
   }
 };
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x & 31); }
 
 __device__ __forceinline__ uint64_t word(uint32_t epoch, uint32_t low) { return (static_cast<uint64_t>(epoch) << 32) | low; }
 
@@ -52,35 +58,55 @@ __device__ __forceinline__ uint64_t now_ns() {
   return t;
 }
 
-// Copies `bytes` with the whole block, as wide as the alignment of both ends allows, eight loads in flight a thread.
+// One thread's piece of a slice, from registers.
 template <class Vector>
-__device__ __forceinline__ void copy_as(char* to, const char* from, int64_t bytes) {
+__device__ __forceinline__ void put(Vector* to, const Vector& value) { *to = value; }
+
+// `rows` rows of `width` bytes between strided places, with the whole warp, eight loads in flight a lane; each vector by way
+// of `change`.
+template <class Vector, class Change>
+__device__ __forceinline__ void put_as(char* to, int64_t to_stride, const char* from, int64_t from_stride, int rows, int width,
+                                       Change&& change) {
   constexpr int kInFlight = 8;
-  auto* out = reinterpret_cast<Vector*>(to);
-  auto* in = reinterpret_cast<const Vector*>(from);
-  const int64_t count = bytes / static_cast<int64_t>(sizeof(Vector));
-  const int64_t step = blockDim.x;
-  int64_t i = threadIdx.x;
-  for (; i + (kInFlight - 1) * step < count; i += kInFlight * step) {
+  const int per_row = width / static_cast<int>(sizeof(Vector)), count = rows * per_row;
+  for (int base = lane(); base < count; base += 32 * kInFlight) {
     Vector v[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) v[k] = __ldcg(in + i + k * step);
+    for (int k = 0; k < kInFlight; ++k) {
+      const int i = base + 32 * k, row = i / per_row;
+      if (i < count) v[k] = __ldcg(reinterpret_cast<const Vector*>(from + row * from_stride) + (i - row * per_row));
+    }
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) out[i + k * step] = v[k];
+    for (int k = 0; k < kInFlight; ++k) {
+      const int i = base + 32 * k, row = i / per_row;
+      if (i < count) put(reinterpret_cast<Vector*>(to + row * to_stride) + (i - row * per_row), change(v[k]));
+    }
   }
-  for (; i < count; i += step) out[i] = __ldcg(in + i);
 }
 
-__device__ __forceinline__ void put_slice(char* to, const char* from, int64_t bytes) {
-  const uint64_t alignment = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
-  if (alignment % 16 == 0) copy_as<uint4>(to, from, bytes);
-  else if (alignment % 8 == 0) copy_as<uint2>(to, from, bytes);
-  else if (alignment % 4 == 0) copy_as<unsigned int>(to, from, bytes);
-  else if (alignment % 2 == 0) copy_as<unsigned short>(to, from, bytes);
-  else copy_as<unsigned char>(to, from, bytes);
+// The widest access that both ends, their strides and the width allow: a power of two, or more.
+__device__ __forceinline__ int alignment_of(const char* to, int64_t to_stride, const char* from, int64_t from_stride, int rows, int width) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(width) |
+                        (rows > 1 ? static_cast<uint64_t>(to_stride) | static_cast<uint64_t>(from_stride) : 0);
+  return static_cast<int>(bits & (~bits + 1) & 31) ?: 32;
 }
 
-// One thread, after the block's stores and a __syncthreads(): what was stored is visible before the flag.
+struct Unchanged {
+  template <class Vector>
+  __device__ __forceinline__ Vector operator()(const Vector& v) const { return v; }
+};
+
+// As wide as possible. A part of at most 2^31 - 1 vectors.
+static __device__ __noinline__ void put_slice(char* to, int64_t to_stride, const char* from, int64_t from_stride, int rows, int width) {
+  const int alignment = alignment_of(to, to_stride, from, from_stride, rows, width);
+  if (alignment >= 16) put_as<uint4>(to, to_stride, from, from_stride, rows, width, Unchanged());
+  else if (alignment >= 4) put_as<unsigned int>(to, to_stride, from, from_stride, rows, width, Unchanged());
+  else put_as<unsigned char>(to, to_stride, from, from_stride, rows, width, Unchanged());
+}
+
+__device__ __forceinline__ void put_slice(char* to, const char* from, int bytes) { put_slice(to, 0, from, 0, 1, bytes); }
+
+// One thread, after the warp's stores and a __syncwarp(): what was stored is visible before the flag.
 __device__ __forceinline__ void signal(uint64_t* flag, uint32_t epoch, uint32_t low) {
   __threadfence_system();
   store_release(flag, word(epoch, low));

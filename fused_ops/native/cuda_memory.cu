@@ -2,8 +2,33 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kPartBytes = 2048;
+struct Part {
+  char bytes[kPartBytes];
+};
+
+__global__ void write_kernel(char* to, const __grid_constant__ Part part, int bytes) {
+  for (int i = threadIdx.x; i < bytes; i += blockDim.x) to[i] = part.bytes[i];
+}
+
+}  // namespace
 
 extern "C" {
+
+// Host bytes to device memory as a kernel's arguments, in the order of the stream and without a host buffer that has to stay.
+int fo_cuda_write(void* to, const void* from, int64_t bytes, void* stream) {
+  for (int64_t at = 0; at < bytes; at += kPartBytes) {
+    Part part;
+    const int count = static_cast<int>(bytes - at < kPartBytes ? bytes - at : kPartBytes);
+    memcpy(part.bytes, static_cast<const char*>(from) + at, static_cast<size_t>(count));
+    write_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<char*>(to) + at, part, count);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
 
 int fo_cuda_ipc_handle_bytes() { return static_cast<int>(sizeof(cudaIpcMemHandle_t)); }
 

@@ -14,16 +14,18 @@ namespace fused_ops {
 constexpr int64_t kEntriesATask = 8192;
 constexpr int kUpdateAhead = 8;  // entries between asking for a row and updating it
 
-enum Optimizer : int32_t { kPlain = 0, kSgd = 1, kAdagrad = 2, kRowwiseAdagrad = 3 };
+enum Optimizer : int32_t { kPlain = 0, kSgd = 1, kAdagrad = 2, kRowwiseAdagrad = 3, kAdam = 4 };
 
 struct Update {
   Lookups lookups;          // `indices` is not read: `order` has the rows
   const uint64_t* order;    // [nnz], from sort_lookups
   const void* grad;         // [batch, local_dim] of the tables' dtype
   char* const* target;      // [tables] what changes: the table itself, or its dense gradient (plain); null = leave it alone
-  float* const* state;      // [tables] Adagrad [rows, dim], row-wise [rows]; unused otherwise
+  float* const* state;      // [tables] Adagrad [rows, dim], row-wise [rows], Adam's mean [rows, dim]; unused otherwise
+  float* const* second_state;  // [tables] Adam's mean of squares [rows, dim]
   float* weight_grad;       // [nnz] gradient of per-sample weights, or null
-  float learning_rate, eps;
+  float learning_rate, eps, beta1, beta2;
+  int64_t step;             // Adam: this backward's number, from 1 on
   int32_t optimizer;
 };
 
@@ -39,6 +41,14 @@ void apply(const Update& u, int64_t t, int64_t row, const float* grad, int64_t d
     for (int64_t d = 0; d < dim; ++d) {
       s[d] += grad[d] * grad[d];
       from_float(to_float(w[d]) - lr * grad[d] / (std::sqrt(s[d]) + eps), w + d);
+    }
+  } else if (u.optimizer == kAdam) {
+    float *m = u.state[t] + row * dim, *v = u.second_state[t] + row * dim;
+    const float m_part = 1.0f - static_cast<float>(std::pow(u.beta1, u.step)), v_part = 1.0f - static_cast<float>(std::pow(u.beta2, u.step));
+    for (int64_t d = 0; d < dim; ++d) {
+      m[d] = u.beta1 * m[d] + (1.0f - u.beta1) * grad[d];
+      v[d] = u.beta2 * v[d] + (1.0f - u.beta2) * grad[d] * grad[d];
+      from_float(to_float(w[d]) - lr * (m[d] / m_part) / (std::sqrt(v[d] / v_part) + eps), w + d);
     }
   } else {
     float step = lr;
@@ -105,7 +115,8 @@ void update_entries(const Update& u, int64_t t, int64_t begin, int64_t end, int6
         const uint64_t ahead = u.order[i + kUpdateAhead];
         prefetch(contribution<T>(u, ahead & mask, bag_of, column, only, stride).grad, dim * sizeof(T));
         prefetch<true>(table + (ahead >> shift) * dim, dim * sizeof(T));
-        if (u.optimizer == kAdagrad) prefetch<true>(u.state[t] + (ahead >> shift) * dim, dim * sizeof(float));
+        if (u.optimizer == kAdagrad || u.optimizer == kAdam) prefetch<true>(u.state[t] + (ahead >> shift) * dim, dim * sizeof(float));
+        if (u.optimizer == kAdam) prefetch<true>(u.second_state[t] + (ahead >> shift) * dim, dim * sizeof(float));
         if (u.optimizer == kRowwiseAdagrad) prefetch<true>(u.state[t] + (ahead >> shift), sizeof(float));
       }
       const Contribution<T> c = contribution<T>(u, u.order[i] & mask, bag_of, column, only, stride);

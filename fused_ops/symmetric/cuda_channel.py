@@ -8,9 +8,10 @@ kernels recorded.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,16 +22,36 @@ from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutEr
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
 from fused_ops.symmetric.cuda_memory import MAX_RANKS, PeerArena, PinnedArena, check_cuda, choose_link, library
+from fused_ops.symmetric.cuda_tables import DeviceTables
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.slots import over_storage
 
 MAX_ARENAS = 64
 ARENA_SHIFT, PLACE_SHIFT = 26, 8
 NO_PLACE = 0xFFFFFFFF
-SLOTS_PER_ARENA = 4  # the first is for staging
+MOST_SLOTS, FEWEST_SLOTS = 8, 2  # of an arena; the first is for staging
+ARENA_BUDGET = 1 << 30  # bytes that an arena's slots share, unless the fewest need more
 SMALLEST_SLOT = 1 << 16
 MAX_FOLLOWED = 1024
-OPERATORS = {"all_to_all": 1}
+MAX_NOTES = 256
+MAX_SLICES = 8
+SLICE_BYTES = (
+    1 << 18
+)  # data for one peer is cut where delivery can overlap with sending, into parts not smaller than this
+OPERATORS = {"all_to_all": 1, "embedding_all_to_all": 2, "embedding_all_to_all backward": 3}
+HALTED, BAD_INDEX, BAD_OFFSET = 9, 10, 11
+
+
+logger = logging.getLogger("fused_ops")
+BadValueText = Callable[[bool, int, int, int], str]  # (an index? or an offset, feature, position, value)
+_checking = False
+
+
+def set_checking(checking: bool) -> None:
+    """Look for what kernels find wrong at the end of every call, at the price of a synchronisation: the error is then raised
+    by the very call, not by the next one, by `check_errors`, or at the end of the step."""
+    global _checking
+    _checking = checking
 
 
 class LinkParams(ctypes.Structure):
@@ -58,7 +79,10 @@ class CallParams(ctypes.Structure):
         ("operator_id", ctypes.c_uint32),
         ("stress_delay_us", ctypes.c_uint32),
         ("call_number", ctypes.c_int64),
-        ("abort", ctypes.c_int64),
+        ("abort", ctypes.c_int32),
+        ("heeds_halt", ctypes.c_int32),
+        ("slices", ctypes.c_int32),
+        ("local_first_warps", ctypes.c_int32),
     ]
 
 
@@ -76,17 +100,26 @@ class Record(ctypes.Structure):
         ("operator_id", ctypes.c_uint32),
         ("late", ctypes.c_uint64),
         ("call_number", ctypes.c_int64),
+        ("bad_feature", ctypes.c_int64),
+        ("bad_position", ctypes.c_int64),
+        ("bad_value", ctypes.c_int64),
     ]
 
 
 @dataclass
 class Slot:
-    """A piece of an arena. `held` while a tensor views it, `posted` while a credit posted ahead names it."""
+    """A piece of an arena. `held` while a tensor views it, `posted` while a credit posted ahead names it, `captured` from
+    when it is the output of a call in a CUDA graph, since nobody says when a graph dies."""
 
     arena: Arena
     index: int
     held: bool = False
     posted: bool = False
+    captured: bool = False
+
+    @property
+    def free(self) -> bool:
+        return not (self.held or self.posted or self.captured)
 
     @property
     def offset(self) -> int:
@@ -144,7 +177,12 @@ class CudaChannel:
         self.group, self.index, self.device = group, index, device
         self.rank, self.world = group.rank, group.world
         self.lib = library(device.index)
-        check_cuda(self.lib, self.lib.fo_cuda_all_to_all_load(), "loading the kernels")
+        for load in (
+            self.lib.fo_cuda_all_to_all_load,
+            self.lib.fo_cuda_embedding_all_to_all_load,
+            self.lib.fo_cuda_rows_load,
+        ):
+            check_cuda(self.lib, load(), "loading the kernels")
         self.agreement = Agreement(group, "cuda", index)
         self.link = choose_link(group, device)
         self._arena_type = PeerArena if self.link == "peer" else PinnedArena
@@ -162,6 +200,10 @@ class CudaChannel:
         self._stream: torch.cuda.Stream | None = None
         self._seen_wait_ns = 0
         self._stress_delay_us = 0
+        self._notes: dict[int, BadValueText] = {}
+        self._captured_notes: dict[int, BadValueText] = {}
+        self.tables = DeviceTables(device)
+        self.side_stream = torch.cuda.Stream(device)
         self.launches = 0
         self.set_timeout(group.timeout_s)
         torch.cuda.current_stream(device).synchronize()
@@ -191,8 +233,11 @@ class CudaChannel:
         except (ValueError, PeerAbortedError):
             # Peers may be running this call's kernel already, or be about to: this rank's part of the epoch is to say no.
             if self.launches == launched and not torch.cuda.is_current_stream_capturing():
-                self._launch_abort()
+                self._reject()
             raise
+        if _checking and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+            self.check_errors()
 
     def reserve(self, largest_output: int) -> None:
         """Make every rank's slots hold `largest_output` bytes. Collective when it grows; all ranks pass the same number."""
@@ -206,7 +251,7 @@ class CudaChannel:
         if self._arena_count == MAX_ARENAS:
             raise ValueError(f"channel {self.index} of group '{self.group.name}' has grown {MAX_ARENAS} times")
         slot_size = 1 << (max(largest_output, SMALLEST_SLOT) - 1).bit_length()
-        slots = SLOTS_PER_ARENA if self.link == "peer" else 1
+        slots = min(MOST_SLOTS, max(FEWEST_SLOTS, ARENA_BUDGET // slot_size)) if self.link == "peer" else 1
         if slots * slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
             slots = 1
         if slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
@@ -243,6 +288,7 @@ class CudaChannel:
         slot: Slot | None = None
         if capturing:
             arena.captured = True
+            slot = self._captured_slot(arena) if nbytes else None
         elif nbytes:
             slot = self._claim(tag, arena)
         if slot is None:
@@ -270,6 +316,8 @@ class CudaChannel:
         if self._record.serial:
             error = self._error_of_record()
             self._record.serial = 0
+            if not torch.cuda.is_current_stream_capturing():
+                self._clear_halt()
             if isinstance(error, PeerTimeoutError):
                 self.agreement.give_up(error)
             raise error
@@ -281,6 +329,13 @@ class CudaChannel:
             f"{names.get(r.operator_id, '?')}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
             f"call {r.call_number} (epoch {r.epoch}), {host.PHASES.get(r.phase, '')}"
         )
+        if r.code == HALTED:
+            return CommunicationError(
+                f"{where}: follows a call that failed and was not raised yet; nothing was updated"
+            )
+        if r.code in (BAD_INDEX, BAD_OFFSET):
+            text = self._notes.get(r.call_number) or self._captured_notes[r.call_number]
+            return ValueError(f"{where}: {text(r.code == BAD_INDEX, r.bad_feature, r.bad_position, r.bad_value)}")
         if r.code == host.BROKEN:
             since = self.agreement.broken
             return CommunicationError(f"{where}: ran on a channel that is broken since: {since}")
@@ -304,7 +359,20 @@ class CudaChannel:
 
     @staticmethod
     def _free_slot(arena: Arena) -> Slot | None:
-        return next((s for s in arena.slots[1:] if not s.held and not s.posted), None)
+        return next((s for s in arena.slots[1:] if s.free), None)
+
+    def _captured_slot(self, arena: Arena) -> Slot | None:
+        """A slot for a call in a CUDA graph, which keeps it for good; one slot is left to the calls outside of graphs.
+
+        A replay's output dies with the next replay, which posts its credit when it begins: no peer stores here before.
+        """
+        free = [s for s in arena.slots[1:] if s.free]
+        if len(free) < 2:
+            if self.link == "peer":
+                logger.info("%s: no slot left for a captured call, it copies out", self.agreement.operator)
+            return None
+        free[0].captured = True
+        return free[0]
 
     def _choose_next(self, tag: int, nbytes: int, arena: Arena, params: CallParams) -> None:
         """Which slot the kernel posts ahead when it is done, for the layout that followed this one before."""
@@ -337,13 +405,42 @@ class CudaChannel:
             operator_id=OPERATORS[self.agreement.operator],
             stress_delay_us=self._stress_delay_us,
             call_number=self.agreement.call_number,
+            slices=1,
         )
 
-    def _launch_abort(self) -> None:
+    def _reject(self) -> None:
         params = self._params(0, 0)
         params.abort = 1
         with torch.cuda.device(self.device):
-            self.launch_done(self.lib.fo_cuda_abort(ctypes.byref(params), self.stream_pointer()))
+            self.launch_done(self.lib.fo_cuda_reject(ctypes.byref(params), self.stream_pointer()))
+
+    def slices(self, largest_pair_bytes: int) -> int:
+        """Parts to send each peer's data in, where that helps. All ranks pass the same number."""
+        return min(MAX_SLICES, max(1, largest_pair_bytes // SLICE_BYTES)) if self.link == "pinned" else 1
+
+    def note(self, text: BadValueText) -> None:
+        """How to say what a kernel of this call finds wrong with a value."""
+        number = self.agreement.call_number
+        if torch.cuda.is_current_stream_capturing():
+            self._captured_notes[number] = text
+            return
+        self._notes[number] = text
+        if len(self._notes) > MAX_NOTES:
+            del self._notes[next(iter(self._notes))]
+
+    @property
+    def halted_address(self) -> int:
+        """Of an int32 that is not zero while a failed call waits to be raised: kernels that change tables heed it."""
+        return self._state.data_ptr() + self.lib.fo_cuda_halted_offset()
+
+    @property
+    def state_address(self) -> int:
+        return self._state.data_ptr()
+
+    def _clear_halt(self) -> None:
+        start = self.lib.fo_cuda_halted_offset()
+        self.stream_pointer()  # after the channel's kernels so far
+        self._state[start : start + 4].zero_()
 
     def stream_pointer(self) -> ctypes.c_void_p:
         """The current stream, made to follow the one this channel was last used on."""

@@ -21,6 +21,18 @@ from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.segment import SharedSegment
 
 MAX_RANKS = 64
+INT64_RESULTS = (
+    "all_to_all_tile_bytes",
+    "all_to_all_params_bytes",
+    "embedding_params_bytes",
+    "feature_bytes",
+    "rows_params_bytes",
+    "update_params_bytes",
+    "update_scratch",
+    "state_bytes",
+    "control_bytes",
+    "halted_offset",
+)
 
 
 @functools.cache
@@ -29,9 +41,8 @@ def library(device_index: int) -> ctypes.CDLL:
     major, minor = torch.cuda.get_device_capability(device_index)
     lib = load_cuda_library(f"sm_{major}{minor}{'a' if major == 9 else ''}")
     lib.fo_cuda_error.restype = ctypes.c_char_p
-    for name in ("tile_bytes", "params_bytes"):
-        getattr(lib, f"fo_cuda_all_to_all_{name}").restype = ctypes.c_int64
-    lib.fo_cuda_state_bytes.restype = lib.fo_cuda_control_bytes.restype = ctypes.c_int64
+    for name in INT64_RESULTS:
+        getattr(lib, f"fo_cuda_{name}").restype = ctypes.c_int64
     return lib
 
 

@@ -2,28 +2,32 @@
 
     python -m launch.bench op=embedding_all_to_all ranks=2 device=cpu pooling=[1,20,70] out=results.json
     python -m launch.bench op=all_to_all ranks=2 kib=[16,1024,16384]
+    python -m launch.bench op=embedding_all_to_all device=cuda ranks=4 ranks_per_gpu=4 configs=one_gpu link=[peer,pinned]
 
-Rows: op, backend, device, link, ranks, dtype, the shape's fields, phase (forward | forward_backward | compute_alone |
-exchange_alone), ms (median over interleaved rounds of the slowest rank), p10_ms, p90_ms, limit_ms, and the versions.
+With ranks_per_gpu above 1 it sets up a one-GPU lab and ends it (docs/one-gpu-lab.md); on a machine with a GPU a rank
+nothing is needed. Rows: op, backend, device, link (same-GPU | PCIe host | PCIe peer | NVLink | CPU host), ranks, the
+shape's fields, phase (forward | forward_backward | compute_alone | exchange_alone), ms (median over interleaved rounds of
+the slowest rank), p10_ms, p90_ms, limit_ms and its formula, and what ran: versions, commit, command, GPU.
+
+Exit codes: 0 measured; 1 a rank failed (the rows so far are written); 2 the settings or the lab won't do.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import platform
-import subprocess
+import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
-import fused_ops
-from launch.bench.harness import run_on_ranks
-from launch.bench.settings import BenchSettings, SettingsError, parse, shapes
+from launch.bench import facts
+from launch.bench.ranks import BenchError, Message, positions, run_on_ranks
+from launch.bench.report import print_block
+from launch.bench.settings import BenchSettings, SettingsError, backends, parse
+from launch.lab import LabError, OneGpuLab
 
 
 def main(words: list[str]) -> int:
@@ -33,76 +37,63 @@ def main(words: list[str]) -> int:
         return 0
     try:
         settings = parse(words)
-    except SettingsError as error:
+        lab = OneGpuLab(
+            settings.ranks_per_gpu,
+            nccl_path=settings.nccl,
+            use_mps=settings.mps == "on",
+            needs_nccl="baseline" in backends(settings),
+        )
+    except (SettingsError, LabError) as error:
         print(f"launch.bench: {error}", file=sys.stderr)
         return 2
-    build = importlib.import_module(f"launch.bench.{settings.op}").variants
-    facts = _facts(settings, words)
-    rows: list[dict[str, Any]] = []
-    for shape in shapes(settings):
-        timings = run_on_ranks(settings, shape, build)
-        block = [{**facts, **shape, **vars(t)} for t in timings]
-        _print(settings, shape, block)
-        rows += block
-    if settings.out:
-        path = Path(settings.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
-        print(f"{len(rows)} rows in {path}")
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    rows = Rows(settings, {**facts.of_run(settings, words), "mps": lab.mps})
+    with lab:
+        try:
+            run_on_ranks(settings, lambda message: rows.take(message, lab))
+        except (BenchError, LabError) as error:
+            print(f"launch.bench: {error}", file=sys.stderr)
+            return 1
+        finally:
+            rows.write()
     return 0
 
 
-def _facts(settings: BenchSettings, words: list[str]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "op": settings.op,
-        "device": settings.device,
-        "link": "CPU host",
-        "ranks": settings.ranks,
-        "threads": settings.threads,
-        "dtype": settings.dtype,
-        "torch": torch.__version__,
-        "fusecomm": fused_ops.__version__,
-        "commit": commit.stdout.strip() or None,
-        "cpu": _cpu_name(),
-        "command": "python -m launch.bench " + " ".join(words),
-    }
+class Rows:
+    """The rows of a run, as blocks come in; written in the order of the shapes."""
+
+    def __init__(self, settings: BenchSettings, run_facts: dict[str, Any]) -> None:
+        self.settings = settings
+        self.facts = run_facts
+        self.blocks: dict[int, list[dict[str, Any]]] = {}
+        self.console = Console(width=110)
+        self.shapes = [shape for _, shape in positions(settings)]
+
+    def take(self, message: Message, lab: OneGpuLab) -> None:
+        kind, content = message
+        if kind == "ready":
+            lab.check_in_use()
+        elif kind == "note":
+            print(content, flush=True)
+        else:
+            position, rows = content
+            if not rows:
+                return
+            self.blocks[position] = [{**self.facts, **row} for row in rows]
+            print_block(self.blocks[position], [f.name for f in fields(self.shapes[position])], self.console)
+
+    def write(self) -> None:
+        if not self.settings.out or not self.blocks:
+            return
+        rows = [row for position in sorted(self.blocks) for row in self.blocks[position]]
+        path = Path(self.settings.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{len(rows)} rows in {path}")
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def _print(settings: BenchSettings, shape: dict[str, int], rows: list[dict[str, Any]]) -> None:
-    """One table a shape: milliseconds, and the ratio to baseline of the same phase."""
-    title = f"{settings.op}, {settings.ranks} ranks, CPU host, {settings.dtype}: " + ", ".join(
-        f"{k} {v}" for k, v in shape.items()
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("phase", "backend"):
-        table.add_column(name)
-    for name in ("ms", "p10", "p90", "/ baseline", "limit ms"):
-        table.add_column(name, justify="right")
-    base = {row["phase"]: row["ms"] for row in rows if row["backend"] == "baseline"}
-    for row in sorted(rows, key=lambda r: r["phase"] != "forward"):
-        ratio = f"{row['ms'] / base[row['phase']]:.2f}" if row["phase"] in base else ""
-        limit = "" if row["limit_ms"] is None else f"{row['limit_ms']:.2f}"
-        table.add_row(
-            row["phase"],
-            row["backend"],
-            f"{row['ms']:.3f}",
-            f"{row['p10_ms']:.3f}",
-            f"{row['p90_ms']:.3f}",
-            ratio,
-            limit,
-        )
-    Console(width=110).print(table)
+def _exit_on_signal(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

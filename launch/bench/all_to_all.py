@@ -1,29 +1,26 @@
-"""Variants of the exchange alone: gloo, and this project's symmetric memory."""
+"""Variants of the exchange alone: the collective library, and this project's symmetric memory."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 import fused_ops
-from launch.bench.harness import Variant, stream_rate
 from launch.bench.settings import BenchSettings
+from launch.bench.shapes import TORCH_DTYPES, AllToAllShape
+from launch.bench.variants import Candidate, Session, Variant
 
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+def variants(session: Session, settings: BenchSettings, shape: AllToAllShape) -> list[Variant]:
+    dtype, columns = TORCH_DTYPES[shape.dtype], shape.columns(session.world)
+    inputs = [
+        torch.randn(session.world, columns, device=session.device).to(dtype)
+        for _ in range(session.rotations(session.world * columns * dtype.itemsize))
+    ]
 
-def variants(settings: BenchSettings, shape: dict[str, int]) -> list[Variant]:
-    world = dist.get_world_size()
-    dtype = TORCH_DTYPES[settings.dtype]
-    columns = max(1, shape["kib"] * 1024 // world // dtype.itemsize)
-    inputs = [torch.randn(world, columns).to(dtype) for _ in range(settings.rotate)]
-    # Every byte that a rank receives is read once and written once.
-    limit_ms = 2 * inputs[0].numel() * dtype.itemsize / stream_rate(read=False) * 1e3
-
-    def variant(backend: str, comm: str) -> Variant:
+    def variant(candidate: Candidate) -> Variant:
         def run(i: int) -> torch.Tensor:
-            return fused_ops.all_to_all(inputs[i % len(inputs)], comm=comm)
+            return fused_ops.all_to_all(inputs[i % len(inputs)], group=candidate.group, comm=candidate.backend)
 
-        return Variant(backend, "forward", run, limit_ms)
+        return Variant(candidate.backend, "forward", run, candidate.nccl_ctas, len(inputs))
 
-    return [variant("baseline", "baseline"), variant("host", "host")]
+    return [variant(candidate) for candidate in session.candidates(shape)]

@@ -63,20 +63,28 @@ class IndexDistribution:
     """Brings indices to a sharded collection.
 
     `out_of_range` is applied here for "clamp" (to the nearest row) and "hash" (modulo the rows), before indices travel.
-    Under "error" the lookups refuse, and `check_range` says what they refused.
+    Under "error" the lookups refuse, and `check_range` says what they refused. `guard`: they are kernels of a GPU that check
+    nothing, so indices are clamped here, and `check` raises what was out of range, naming it, when the step is over.
     """
 
-    def __init__(self, collection: ShardedEmbeddingBagCollection, out_of_range: str = "error") -> None:
+    def __init__(
+        self, collection: ShardedEmbeddingBagCollection, out_of_range: str = "error", guard: bool = False
+    ) -> None:
         if out_of_range not in OUT_OF_RANGE:
             raise ValueError(f"model.out_of_range is {out_of_range!r}; allowed: {', '.join(OUT_OF_RANGE)}")
         self.collection = collection
         self.out_of_range = out_of_range
+        self._guard = guard and out_of_range == "error"
+        self._given: list[tuple[KeyedJaggedTensor, torch.Tensor]] = []  # and how many of its indices were clamped
         self._rows = rows_of_features(collection)
 
     def start(self, features: KeyedJaggedTensor) -> Pending:
         context = self.collection.create_context()
-        if self.out_of_range != "error":
-            features = self._bring_into_range(features)
+        if self._guard:
+            given, features = features, self._bring_into_range(features, clamp=True)
+            self._given.append((given, (given.values() != features.values()).sum()))
+        elif self.out_of_range != "error":
+            features = self._bring_into_range(features, clamp=self.out_of_range == "clamp")
         return Pending(context, self.collection.input_dist(context, features), features.stride())
 
     def send(self, pending: Pending) -> Pending:
@@ -90,13 +98,20 @@ class IndexDistribution:
             pending.context, indices, batch_sizes or [pending.batch_size], batch_size=pending.batch_size
         )
 
-    def _bring_into_range(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def check(self) -> None:
+        """Under `guard`: ValueError where a batch since the last call had an index outside its table. Waits for the device."""
+        given, self._given = self._given, []
+        for features, clamped in given:
+            if int(clamped):
+                check_range(KJTList([features]), self._rows)
+
+    def _bring_into_range(self, features: KeyedJaggedTensor, clamp: bool) -> KeyedJaggedTensor:
         """A copy with every value inside its table."""
         values = features.values()
         keys = features.keys()
         rows = torch.tensor([self._rows[key] for key in keys], dtype=values.dtype)
-        rows = rows.repeat_interleave(torch.tensor(features.length_per_key()))
-        clamp = self.out_of_range == "clamp"
+        # On the host, which knows the lengths: the device would have to be waited for.
+        rows = rows.repeat_interleave(torch.tensor(features.length_per_key())).to(values.device, non_blocking=True)
         values = torch.minimum(values.clamp(min=0), rows - 1) if clamp else torch.remainder(values, rows)
         return KeyedJaggedTensor(
             keys=keys, values=values, lengths=features.lengths(), weights=features.weights_or_none()

@@ -11,6 +11,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from models.dlrm.index_distribution import DistributedIndices, check_range, rows_of_features
+from models.dlrm.sharded_embeddings import JoinedIndices
+
+Features = KeyedJaggedTensor | DistributedIndices | JoinedIndices
 
 POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 EMBEDDING_DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -58,9 +61,14 @@ def embedding_tables(config: DLRMConfig) -> list[EmbeddingBagConfig]:
 class PooledFeatures(SparseArch):
     """`SparseArch` in two halves, so that dense work can run while pooled embeddings travel."""
 
-    def start(self, features: KeyedJaggedTensor | DistributedIndices) -> KeyedTensor:
-        """Looks up and sends off; returns a KeyedTensor or, from a sharded collection, an awaitable of one."""
+    def start(self, features: Features) -> KeyedTensor | torch.Tensor:
+        """Looks up and sends off; returns a KeyedTensor or, from a sharded collection, an awaitable of one.
+
+        From JoinedIndices, which only a fused collection takes, it returns [b, sum of all dims].
+        """
         collection = self.embedding_bag_collection
+        if isinstance(features, JoinedIndices):
+            return collection.embed(features)
         if isinstance(features, DistributedIndices):
             try:
                 return collection.compute_and_output_dist(features.context, features.indices)
@@ -70,8 +78,10 @@ class PooledFeatures(SparseArch):
                 raise
         return collection(features)
 
-    def finish(self, pooled: KeyedTensor, batch_size: int) -> torch.Tensor:
+    def finish(self, pooled: KeyedTensor | torch.Tensor, batch_size: int) -> torch.Tensor:
         """[batch_size, features, dim], features in the collection's own order."""
+        if isinstance(pooled, torch.Tensor):
+            return pooled.reshape(batch_size, self.F, self.D)
         if hasattr(pooled, "wait"):
             pooled = pooled.wait()
         if pooled.keys() == self.sparse_feature_names:
@@ -101,15 +111,25 @@ class _Overlapped(DLRM):
     opposite order, the exchange of its gradients behind the bottom MLP's backward.
     """
 
-    def forward(
-        self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor | DistributedIndices
-    ) -> torch.Tensor:
+    def forward(self, dense_features: torch.Tensor, sparse_features: Features) -> torch.Tensor:
         """Logits [B] (fp32) of dense features [B, num_dense] and this rank's part of the sparse features."""
         pooled = self.sparse_arch.start(sparse_features)
         embedded_dense = self.dense_arch(dense_features)
-        embedded_sparse = self.sparse_arch.finish(pooled, dense_features.shape[0])
+        return self.interact(embedded_dense, self.sparse_arch.finish(pooled, dense_features.shape[0]))
+
+    def interact(self, embedded_dense: torch.Tensor, embedded_sparse: torch.Tensor) -> torch.Tensor:
+        """Logits [B] (fp32) of [B, D] and [B, F, D]."""
         interactions = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
         return self.over_arch(interactions).float().squeeze(-1)
+
+    def compile_dense(self, with_operator: bool, backend: str = "inductor") -> None:
+        """torch.compile, without a graph break. `with_operator`: one graph of everything, the fused operator inside; it takes
+        JoinedIndices. Else TorchRec's exchange stays between two graphs, of the bottom MLP and of what follows it."""
+        if with_operator:
+            self.compile(fullgraph=True, backend=backend)
+            return
+        self.dense_arch.compile(fullgraph=True, backend=backend)
+        self.interact = torch.compile(self.interact, fullgraph=True, backend=backend)
 
 
 class DotDLRM(_Overlapped):

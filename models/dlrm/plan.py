@@ -7,9 +7,12 @@ on the number of ranks, on nothing else: not on `comm`, the batch or the machine
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.distributed import _remote_device
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -49,11 +52,13 @@ def build_plan(
     in_backward: bool = True,
     constraints: dict[str, ParameterConstraints] | None = None,
     model: nn.Module | None = None,
+    devices: Sequence[torch.device] | None = None,
 ) -> ShardingPlan:
     """Plans without a process group; every rank comes to the same plan.
 
     `in_backward=False` gives the tables plain gradients (TorchRec's DENSE kernel), placed alike.
     `constraints` replaces the planner's, table by table.
+    `devices`: each rank's own, which several ranks may share; None = the CPU. They change placements, not the plan.
     """
     if world < 1:
         raise ValueError(f"a plan needs at least one rank, got {world}")
@@ -83,6 +88,9 @@ def build_plan(
             raise ValueError(f"the planner chose {sharding.sharding_type}; allowed: {', '.join(SHARDING_TYPES)}")
         if not in_backward:
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+        for shard in sharding.sharding_spec.shards if devices is not None else ():
+            rank = shard.placement.rank()
+            shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
     return plan
 
 

@@ -28,12 +28,24 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 import fused_ops
+from fused_ops.symmetric.group import group_name
 
 OPTIMIZERS = {
     EmbOptimType.EXACT_SGD: "sgd",
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+    EmbOptimType.ADAM: "adam",
 }
+
+
+@dataclass
+class JoinedIndices:
+    """One step's indices for all local features, as the operator takes them, and the layout that all ranks have in it."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    layout: fused_ops.EmbeddingLayout
 
 
 class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -46,6 +58,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if len(poolings) > 1 or len(dtypes) > 1:
             raise ValueError(f"fused tables share one pooling and one dtype; got {poolings} and {dtypes}")
         self._comm, self._require_fused = comm, require_fused
+        self._group = group_name(self._env.process_group)
         self._pooling = poolings.pop().lower()
         self._names, self._dims, self._placement = _final_columns(self)
         self._kernels = [kernel for lookup in self._lookups for kernel in lookup._emb_modules]
@@ -59,22 +72,31 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._layouts: dict[tuple[int, ...], fused_ops.EmbeddingLayout] = {}
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        pooled = self.embed(self.join(ctx, input))
+        return LazyNoWait(KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled, key_dim=1))
+
+    def join(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> JoinedIndices:
+        """What `embed` needs that a compiler should not see: the sharding groups made one, today's learning rate."""
         batch_sizes = tuple(ctx.sharding_contexts[0].batch_size_per_rank) or (input[0].stride(),)
-        indices, offsets, weights = _join(input, self._is_weighted)
-        pooled = fused_ops.embedding_all_to_all(
+        if self._optimizer is not None and self._kernels:
+            self._optimizer.learning_rate = self._kernels[0].emb_module.get_learning_rate()
+        return JoinedIndices(*_join(input, self._is_weighted, self._device), self._layout(batch_sizes))
+
+    def embed(self, joined: JoinedIndices) -> torch.Tensor:
+        """[b, sum of all dims], features in the collection's own order. A compiler takes it in whole."""
+        return fused_ops.embedding_all_to_all(
             self._tables(),
-            indices,
-            offsets,
-            self._layout(batch_sizes),
+            joined.indices,
+            joined.offsets,
+            joined.layout,
             feature_tables=self._feature_tables,
             pooling=self._pooling,
-            per_sample_weights=weights,
-            optimizer=self._scheduled_optimizer(),
-            group=self._env.process_group,
+            per_sample_weights=joined.weights,
+            optimizer=self._optimizer,
+            group=self._group,
             comm=self._comm,
             require_fused=self._require_fused,
         )
-        return LazyNoWait(KeyedTensor(keys=self._names, length_per_key=self._dims, values=pooled, key_dim=1))
 
     def _tables(self) -> list[torch.Tensor]:
         """Shards [rows, columns] in the order of TorchRec's kernels: views of its weights."""
@@ -111,18 +133,13 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         }
         kind = OPTIMIZERS[params["optimizer"]]
         modules = [kernel.emb_module for kernel in self._kernels]
+        tables = [] if kind == "sgd" else [states for m in modules for states in m.split_optimizer_states()]
+        states = [state for one_of_each in zip(*tables, strict=True) for state in one_of_each]
+        if kind == "adam":  # FBGEMM's own count of steps; a rank without tables has none
+            states.append(modules[0].iter if modules else torch.zeros(1, dtype=torch.int64, device=self._device))
         return fused_ops.FusedOptimizer(
-            kind,
-            learning_rate=params["learning_rate"],
-            eps=params["eps"],
-            states=[] if kind == "sgd" else [states[0] for m in modules for states in m.split_optimizer_states()],
+            kind, learning_rate=params["learning_rate"], eps=params["eps"], states=states, device=self._device
         )
-
-    def _scheduled_optimizer(self) -> fused_ops.FusedOptimizer | None:
-        """With the learning rate that a scheduler has last given to TorchRec's kernels."""
-        if self._optimizer is not None and self._kernels:
-            self._optimizer.learning_rate = self._kernels[0].emb_module.get_learning_rate()
-        return self._optimizer
 
 
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
@@ -208,11 +225,14 @@ def _feature_tables(kernels: list[Any]) -> list[int]:
     return tables
 
 
-def _join(inputs: KJTList, weighted: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _join(
+    inputs: KJTList, weighted: bool, device: torch.device | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The sharding groups' indices and offsets as one feature-major jagged tensor. A single group is taken as it is."""
     kjts = [kjt for kjt in inputs if kjt.keys()]
     if not kjts:
-        return torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return nothing[:0], nothing, None
     if len(kjts) == 1:
         return kjts[0].values(), kjts[0].offsets(), kjts[0].weights() if weighted else None
     offsets, nnz = [kjts[0].offsets()[:1]], 0

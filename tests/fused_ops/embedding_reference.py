@@ -12,6 +12,7 @@ import fused_ops
 from fused_ops import EmbeddingLayout, FusedOptimizer
 
 DIMS = [1, 2, 3, 7, 8, 16, 17, 32, 48, 64, 100, 128, 130, 256, 300, 1024]
+BETAS = (0.8, 0.95)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LR, EPS = 0.05, 1e-6
 
@@ -45,7 +46,7 @@ class Case:
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         dtype = dtype or rng.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
-        optimizer = optimizer or rng.choice(["none", "sgd", "adagrad", "rowwise_adagrad"])
+        optimizer = optimizer or rng.choice(["none", "sgd", "adagrad", "rowwise_adagrad", "adam"])
         batch_sizes = [rng.choice([0, 1, 2, 5, 9]) for _ in range(world)]
         shapes = [
             [(rng.choice([1, 4, 60]), rng.choice(DIMS)) for _ in range(rng.choice([0, 1, 2, 3]))] for _ in range(world)
@@ -73,6 +74,11 @@ class Case:
         states = {
             "adagrad": [make(rows, dim).abs() + 0.1 for rows, dim in shapes],
             "rowwise_adagrad": [make(rows).abs() + 0.1 for rows, _ in shapes],
+            "adam": [
+                *(make(rows, dim) for rows, dim in shapes),
+                *(make(rows, dim).abs() + 0.1 for rows, dim in shapes),
+                torch.tensor([rng.choice([0, 7])]),
+            ],
         }.get(self.optimizer, [])
         lengths = torch.randint(-1, longest + 1, (len(features) * batch,), generator=generator).clamp(min=0)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -88,27 +94,30 @@ class Case:
             RankCase(tables, states, features, indices.to(index_type), offsets.to(offset_type), weights, output_grad)
         )
 
-    def run(self, rank: int, **options) -> Result:  # type: ignore[no-untyped-def]
+    def run(self, rank: int, device: torch.device | str = "cpu", **options) -> Result:  # type: ignore[no-untyped-def]
         """The operator's forward and backward on copies of this rank's tables and states."""
         mine = self.ranks[rank]
-        tables = [t.clone().requires_grad_(self.optimizer == "none") for t in mine.tables]
-        states = [s.clone() for s in mine.states]
-        weights = None if mine.weights is None else mine.weights.clone().requires_grad_()
+        copy = lambda tensor: tensor.to(device, copy=True)  # noqa: E731
+        tables = [copy(t).requires_grad_(self.optimizer == "none") for t in mine.tables]
+        states = [copy(s) for s in mine.states]
+        weights = None if mine.weights is None else copy(mine.weights).requires_grad_()
         output = fused_ops.embedding_all_to_all(
             tables,
-            mine.indices,
-            mine.offsets,
+            copy(mine.indices),
+            copy(mine.offsets),
             self.layout,
             feature_tables=mine.feature_tables,
             pooling=self.pooling,
             per_sample_weights=weights,
-            optimizer=None if self.optimizer == "none" else FusedOptimizer(self.optimizer, LR, EPS, states),
+            optimizer=None
+            if self.optimizer == "none"
+            else FusedOptimizer(self.optimizer, LR, EPS, states, BETAS, device=device),
             average_over_ranks=self.average,
             **options,
         )
         assert output.requires_grad, "a rank without tables must still take part in backward"
         kept = output.detach().clone()
-        output.backward(mine.output_grad)
+        output.backward(copy(mine.output_grad))
         table_grads = [t.grad for t in tables] if self.optimizer == "none" else []
         return Result(
             kept, [t.detach() for t in tables], states, table_grads, None if weights is None else weights.grad
@@ -162,14 +171,30 @@ class Case:
             elif self.optimizer == "rowwise_adagrad":
                 states[t] += (g * g).mean(1)
                 tables[t] -= LR * g / (states[t].sqrt() + EPS)[:, None]
+            elif self.optimizer == "adam":
+                self._adam(rank, t, g, tables, states)
             else:
                 tables[t] -= LR * g
+        if self.optimizer == "adam":
+            states[-1] += 1
         weights_grad = None
         if weights[rank] is not None:
             leaf = weights[rank]
             weights_grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # type: ignore[arg-type, union-attr]
         output = full.detach()[start : start + self.layout.batch_sizes[rank]]
         return Result(output, tables, states, gradient if self.optimizer == "none" else [], weights_grad)
+
+    def _adam(self, rank: int, t: int, g: Tensor, tables: list[Tensor], states: list[Tensor]) -> None:
+        mine, batch, step = self.ranks[rank], self.layout.global_batch, states[-1] + 1
+        hit = torch.zeros(len(tables[t]), 1, dtype=torch.bool)
+        for f in (f for f, table in enumerate(mine.feature_tables) if table == t):
+            begin, end = int(mine.offsets[f * batch]), int(mine.offsets[(f + 1) * batch])
+            hit[mine.indices[begin:end].long()] = True
+        m, v = states[t], states[len(tables) + t]
+        m.copy_(torch.where(hit, BETAS[0] * m + (1 - BETAS[0]) * g, m))
+        v.copy_(torch.where(hit, BETAS[1] * v + (1 - BETAS[1]) * g * g, v))
+        change = (m / (1 - BETAS[0] ** step)) / ((v / (1 - BETAS[1] ** step)).sqrt() + EPS)
+        tables[t] -= torch.where(hit, LR * change, 0.0)
 
 
 @dataclass
@@ -179,6 +204,16 @@ class Result:
     states: list[Tensor]
     table_grads: list
     weights_grad: Tensor | None
+
+    def cpu(self) -> Result:
+        move = lambda tensors: [None if t is None else t.cpu() for t in tensors]  # noqa: E731
+        return Result(
+            self.output.cpu(),
+            move(self.tables),
+            move(self.states),
+            move(self.table_grads),
+            None if self.weights_grad is None else self.weights_grad.cpu(),
+        )
 
     def equals(self, other: Result) -> bool:
         """To the bit."""

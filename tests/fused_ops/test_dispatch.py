@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fused_ops
+from fused_ops.dispatch import choose
 from tests.ranks import run_ranks
 
 
@@ -33,7 +34,9 @@ def choices():
     assert torch.equal(fused_ops.all_to_all(x, require_fused=True), expected)
     with pytest.raises(ValueError, match="contradicts"):
         fused_ops.all_to_all(x, comm="baseline", require_fused=True)
-    with pytest.raises(ValueError, match=r"comm must be .*host.*got 'hots'"):
+    with pytest.raises(ValueError, match=r"contradicts comm='auto', which may choose baseline: use comm='fused'"):
+        fused_ops.all_to_all(x, comm="auto", require_fused=True)
+    with pytest.raises(ValueError, match=r"comm must be .*'auto'.*host.*got 'hots'"):
         fused_ops.all_to_all(x, comm="hots")
     with pytest.raises(ValueError, match="'cuda' takes cuda tensors, got one on cpu"):
         fused_ops.all_to_all(x, comm="cuda")
@@ -41,6 +44,11 @@ def choices():
 
 def test_the_backend_asked_for_runs_and_is_counted():
     run_ranks(2, choices)
+
+
+def test_an_operator_that_does_not_describe_its_calls_is_not_measured():
+    with pytest.raises(ValueError, match="some_operator does not take comm='auto'"):
+        choose("some_operator", "auto", False, torch.device("cpu"), None)
 
 
 def no_compiler():

@@ -20,13 +20,13 @@ def library_checks():
     where = (group, 0, "host", False)
     for kind, leaf in (("none", table.clone().requires_grad_()), ("rowwise_adagrad", table)):
         states, rate = ([], None) if kind == "none" else ([state.clone()], lr)
-        forward = (_ANCHOR, [leaf], *lookups, kind, states, rate, 1e-6, True, *where)
+        forward = (_ANCHOR, [leaf], *lookups, kind, states, rate, [1e-6], True, *where)
         torch.library.opcheck(ops.embedding_all_to_all.default, forward)
     exchange = (torch.randn(5, 32), [table], *lookups, True, *where)
     torch.library.opcheck(ops.embedding_all_to_all_gradient.default, exchange)
     grad, order = ops.embedding_all_to_all_gradient(*exchange)
-    local = (*lookups, True, group, "host", False)
-    update = (grad, order, [table.clone()], [state], lr, 1e-6, "rowwise_adagrad", *local)
+    local = (*lookups, True, group, 0, "host", False)
+    update = (grad, order, [table.clone()], [state], lr, [1e-6], "rowwise_adagrad", *local)
     torch.library.opcheck(ops.embedding_update.default, update)
     torch.library.opcheck(ops.embedding_gradients.default, (grad, order, [table], [0], *local))
 

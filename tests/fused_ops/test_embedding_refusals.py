@@ -108,13 +108,19 @@ def wrong_arguments():
         ({"pooling": "max"}, "pooling must be one of sum, mean, got 'max'"),
         ({"out_of_range": "wrap"}, "out_of_range must be one of error, clamp, hash, got 'wrap'"),
         ({"layout": EmbeddingLayout.table_wise([[4], []], [1, 1])}, "layout is for 2 ranks, the group has 1"),
-        ({"optimizer": FusedOptimizer("adagrad")}, "optimizer adagrad needs one state a table (1), got 0"),
+        (
+            {"optimizer": FusedOptimizer("adagrad")},
+            "optimizer adagrad keeps 1 state(s) a table (1 here): expected 1 tensors, got 0",
+        ),
         ({"optimizer": FusedOptimizer("adagrad", states=[torch.zeros(5)])}, "must be contiguous float32 [5, 4]"),
         (
             {"optimizer": FusedOptimizer("rowwise_adagrad", states=[torch.zeros(5, 4)])},
             "must be contiguous float32 [5]",
         ),
-        ({"optimizer": FusedOptimizer("sgd", states=[torch.zeros(5)])}, "optimizer sgd keeps no states, got 1"),
+        (
+            {"optimizer": FusedOptimizer("sgd", states=[torch.zeros(5)])},
+            "optimizer sgd keeps 0 state(s) a table (1 here): expected 0 tensors, got 1",
+        ),
         (
             {"tables": [overlapping[:5], overlapping[1:]], "feature_tables": [0], "optimizer": FusedOptimizer("sgd")},
             "table 0 and table 1 share memory",
@@ -197,7 +203,9 @@ def test_layout_survives_an_operators_schema():
 
 
 def test_bad_optimizers():
-    with pytest.raises(ValueError, match="kind must be one of sgd, adagrad, rowwise_adagrad, got 'adam'"):
-        FusedOptimizer("adam")
+    with pytest.raises(ValueError, match="kind must be one of sgd, adagrad, rowwise_adagrad, adam, got 'lamb'"):
+        FusedOptimizer("lamb")
     with pytest.raises(ValueError, match="eps must not be negative"):
         FusedOptimizer(eps=-1.0)
+    with pytest.raises(ValueError, match=r"betas must lie in \[0, 1\)"):
+        FusedOptimizer("adam", betas=(0.9, 1.0))

@@ -16,7 +16,7 @@ from launch.run_directory import claim
 from tests.launch.commands import PYTHON, TORCHRUN_OF_TWO, environment, run
 
 BAD = [
-    ("comm=fusd", "comm has no option 'fusd' (allowed: baseline, fused); did you mean 'fused'?"),
+    ("comm=fusd", "comm has no option 'fusd' (allowed: auto, baseline, fused); did you mean 'fused'?"),
     ("trainer.stpes=3", "unknown key 'trainer.stpes'; did you mean 'trainer.steps'?"),
     ("+trainer.stpes=3", "unknown key 'trainer.stpes'; did you mean 'trainer.steps'?"),
     ("trainr.steps=3", "unknown key 'trainr.steps'; did you mean 'trainer.steps'?"),
@@ -79,7 +79,7 @@ def test_help_is_readable_and_printed_once(tmp_path: Path) -> None:
     assert done.returncode == 0
     for text in (
         "Examples",
-        "comm: baseline, fused",
+        "comm: auto, baseline, fused",
         "model: dlrm_kaggle",
         "trainer.steps",
         "torchrun --nproc-per-node 2",

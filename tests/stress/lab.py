@@ -84,6 +84,7 @@ class Lab:
     seed: int
     timeout_s: float
     nccl: bool = False
+    backend: str = ""  # of the operator under test; "" is the native one
     rank: int = field(default_factory=dist.get_rank)
     world: int = field(default_factory=dist.get_world_size)
     checked: int = 0

@@ -1,17 +1,20 @@
 """A short run of every stress scenario on the host; `python -m tests.stress.all_to_all` is the long one."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.stress.all_to_all import Setting, chosen, launch
+from tests.stress.driver import Setting, chosen, launch
 from tests.stress.lab import Lab, Layout
 
-SHORT = Setting(device="cpu", link="auto", calls=200, seed=7, nccl=False)
+SHORT = Setting("all_to_all", device="cpu", link="auto", calls=200, seed=7, nccl=False)
+ON_GPUS = dataclasses.replace(SHORT, device="cuda")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", chosen([], "cpu", 2))
+@pytest.mark.parametrize("name", chosen([], SHORT, 2))
 def test_scenario(name, ranks):
     row = launch(name, ranks, SHORT)
     assert row["ok"], row["detail"]
@@ -20,10 +23,10 @@ def test_scenario(name, ranks):
 @pytest.mark.gpu
 @pytest.mark.parametrize("link", ["peer", "pinned"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", chosen([], "cuda", 2))
+@pytest.mark.parametrize("name", chosen([], ON_GPUS, 2))
 def test_scenario_on_gpus(name, ranks, link):
     """Ranks share a card where there are fewer cards than ranks: right there too, and fast only under an MPS daemon."""
-    row = launch(name, ranks, Setting(device="cuda", link=link, calls=200, seed=7, nccl=False))
+    row = launch(name, ranks, dataclasses.replace(ON_GPUS, link=link))
     assert row["ok"], row["detail"]
 
 

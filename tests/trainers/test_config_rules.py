@@ -35,11 +35,12 @@ def changed(**values: Any) -> RunConfig:
 
 
 BASELINE = {"comm__mode": "baseline", "comm__embedding_all_to_all": "baseline"}
+AUTO = {"comm__mode": "auto", "comm__embedding_all_to_all": "auto"}
 BROKEN = [
     (
         "_choices",
         {"comm__mode": "fusd"},
-        "comm.mode=fusd is not a choice (allowed: fused, baseline); did you mean 'fused'?",
+        "comm.mode=fusd is not a choice (allowed: fused, baseline, auto); did you mean 'fused'?",
     ),
     ("_choices", {"data__kind": "cirteo"}, "did you mean 'criteo'?"),
     ("_choices", {"optim__name": "rowise_adagrad"}, "did you mean 'rowwise_adagrad'?"),
@@ -76,6 +77,7 @@ BROKEN = [
     ),
     ("_data", {"data__kind": "synthetic", "data__num_samples": 9, "model__num_dense": 4}, "takes 4 and 26"),
     ("_fused", {**BASELINE, "comm__require_fused": True}, "comm.require_fused=true contradicts comm=baseline"),
+    ("_fused", {**AUTO, "comm__require_fused": True}, "comm.require_fused=true contradicts comm=auto; drop"),
     (
         "_fused",
         {"comm__embedding_all_to_all": "baseline", "comm__require_fused": True},
@@ -88,11 +90,13 @@ BROKEN = [
         {"comm__backend": "triton", "trainer__device": "cuda"},
         "comm.backend=triton has no embedding_all_to_all",
     ),
+    ("_backend", {**AUTO, "comm__backend": "host"}, "comm.backend=host contradicts comm.embedding_all_to_all=auto"),
     ("_plain_gradients", {"optim__clip_norm": 1.0}, "optim.clip_norm=1.0 needs the tables' gradients"),
     ("_plain_gradients", {"optim__accumulate": 2}, "set optim.in_backward=false"),
     ("_schedule", {"optim__decay_start": 5}, "needs optim.decay_steps"),
     ("_schedule", {"optim__decay_start": 5, "optim__decay_steps": 5, "optim__warmup_steps": 9}, "comes before the end"),
     ("_resume", {"trainer__resume": "/no/such/place"}, "trainer.resume=/no/such/place is not a directory"),
+    ("_shared_card", {"trainer__ranks_per_gpu": 2}, "trainer.ranks_per_gpu=2 is about GPUs, and trainer.device is cpu"),
     ("_device", {"trainer__device": "cuda"}, "trainer.device=cuda can't train yet"),
 ]
 
@@ -116,6 +120,8 @@ def test_the_table_covers_every_rule() -> None:
     [
         {},
         BASELINE,
+        AUTO,
+        {"comm__embedding_all_to_all": "auto"},
         {"comm__require_fused": True},
         {"optim__in_backward": False, "optim__clip_norm": 1.0, "optim__accumulate": 4},
         {"model__embedding_dtype": "fp16", "optim__name": "adagrad"},

@@ -37,6 +37,11 @@ class Batch:
     def pin_memory(self) -> Batch:
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Its memory is in use by that stream too."""
+        for part in (self.dense, self.sparse, self.labels):
+            part.record_stream(stream)
+
 
 def cat_keys(num_features: int) -> list[str]:
     """cat_0 .. cat_<num_features - 1>."""

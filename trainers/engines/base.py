@@ -12,6 +12,7 @@ from models.dlrm.index_distribution import DistributedIndices, IndexDistribution
 
 
 class Engine(Protocol):
+    device: torch.device
     model: nn.Module
     indices: IndexDistribution
 
@@ -23,6 +24,10 @@ class Engine(Protocol):
 
     def step(self) -> None:
         """Clip where asked, update, clear the gradients."""
+
+    def check(self, indices: DistributedIndices) -> None:
+        """Raise what the device has refused in a step that is over, where it could not at the call. ValueError names an
+        index outside its table. Waits for the device."""
 
     def set_learning_rate(self, factor: float) -> None:
         """`factor` times the configured learning rates, for the next forward and backward on."""

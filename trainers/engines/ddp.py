@@ -17,11 +17,13 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from models.dlrm.index_distribution import DistributedIndices, IndexDistribution
+import fused_ops
+from models.dlrm.index_distribution import DistributedIndices, IndexDistribution, check_range, rows_of_features
 from models.dlrm.init import fill_tables
 from models.dlrm.model import build_dlrm
 from models.dlrm.plan import build_plan
-from models.dlrm.sharded_embeddings import FusedEmbeddingBagCollectionSharder
+from models.dlrm.sharded_embeddings import FusedEmbeddingBagCollectionSharder, FusedShardedEmbeddingBagCollection
+from trainers import device
 from trainers.config import RunConfig
 from trainers.engines import sharded_state
 
@@ -29,7 +31,11 @@ IN_BACKWARD = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
 }
+# On a GPU a FATAL check ends the process's CUDA context; FBGEMM counts there, and the engine looks when the step is over.
+BOUNDS_CHECKS = {"cpu": BoundsCheckMode.FATAL, "cuda": BoundsCheckMode.WARNING}
+STEPS = "tables|step"
 TABLES = ".embedding_bags."
 
 
@@ -43,18 +49,27 @@ class DDPEngine:
                 "optim.clip_norm and optim.accumulate need whole gradients: set optim.in_backward=false "
                 "(with optim.in_backward=true tables are updated inside backward)"
             )
+        self.device = device.current(config.trainer)
         torch.manual_seed(config.trainer.seed)
         model = build_dlrm(config.model)
+        plan = build_plan(
+            config.model,
+            dist.get_world_size(),
+            in_backward=optim.in_backward,
+            model=model,
+            devices=_devices_of_ranks(self.device),
+        )
         self.model = DistributedModelParallel(
             model,
-            device=torch.device("cpu"),
-            plan=build_plan(config.model, dist.get_world_size(), in_backward=optim.in_backward, model=model),
+            device=self.device,
+            plan=plan,
             sharders=[_sharder(config)],
             data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
         )
         self._ddp = next(m for m in self.model.modules() if isinstance(m, DistributedDataParallel))
         self._collection = next(m for m in self.model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
-        self.indices = IndexDistribution(self._collection, config.model.out_of_range)
+        unchecked = self.device.type == "cuda" and not optim.in_backward and not _runs_operator(config)
+        self.indices = IndexDistribution(self._collection, config.model.out_of_range, guard=unchecked)
         self._tables = {name: weight for name, weight in self.model.state_dict().items() if TABLES in name}
         fill_tables(self._tables, config.trainer.seed)
 
@@ -71,11 +86,21 @@ class DDPEngine:
         if self._slices:
             self._table_optimizer = _optimizer(optim.name, self._slices.values(), optim.lr, optim.eps, dense=False)
             self._optimizers.append((self._table_optimizer, optim.lr))
+        # Adam's step for the tables, one more than in FBGEMM's kernels, which count evaluations too.
+        self._steps = torch.zeros(1, dtype=torch.int64)
+        if config.trainer.compile:
+            # DDP would cut the graph into buckets, through the operator's effects.
+            torch._dynamo.config.optimize_ddp = False
+            model.compile_dense(with_operator=_runs_operator(config), backend=config.trainer.compile_backend)
         self.set_learning_rate(1.0)
 
     def forward(self, dense: torch.Tensor, indices: DistributedIndices) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._config.trainer.dense_dtype == "bf16"):
-            return self.model(dense, indices)
+        features: Any = indices
+        if self._config.trainer.compile and isinstance(self._collection, FusedShardedEmbeddingBagCollection):
+            features = self._collection.join(indices.context, indices.indices)
+        enabled = self._config.trainer.dense_dtype == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+            return self.model(dense, features)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         with nullcontext() if last else self._ddp.no_sync():
@@ -90,8 +115,23 @@ class DDPEngine:
         for kernel in self._kernels():
             if not self._config.optim.in_backward:
                 kernel.emb_module.weights.grad = None
+        self._steps += 1
+
+    def check(self, indices: DistributedIndices) -> None:
+        self.indices.check()
+        try:
+            fused_ops.check_errors()
+        except ValueError:
+            check_range(indices.indices, rows_of_features(self._collection))
+            raise
+        if self.device.type == "cuda" and self._config.optim.in_backward and not _runs_operator(self._config):
+            counts = [kernel.emb_module.bounds_check_warning for kernel in self._kernels()]
+            if counts and int(torch.cat(counts).sum()):
+                raise ValueError("an index is outside its table; FBGEMM has printed which, and looked up row 0")
 
     def set_learning_rate(self, factor: float) -> None:
+        if self._config.optim.name == "adam":
+            self._count_steps()
         for optimizer, base in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
@@ -101,11 +141,22 @@ class DDPEngine:
                 group["lr"] = self._config.optim.lr * factor
             fused.step()  # TorchRec's way of handing the rate to FBGEMM; updates nothing
 
+    def _count_steps(self) -> None:
+        """Hand Adam's step, which a checkpoint may have brought, to whoever updates the tables."""
+        for kernel in self._kernels() if self._config.optim.in_backward else ():
+            kernel.emb_module.iter_cpu.fill_(int(self._steps))
+            kernel.emb_module.iter.fill_(int(self._steps))
+        if self._table_optimizer is not None:
+            for state in self._table_optimizer.state.values():
+                state["step"].fill_(float(self._steps))
+
     def model_state(self) -> dict[str, Any]:
         return self.model.state_dict()
 
     def optimizer_state(self) -> dict[str, Any]:
         states: dict[str, Any] = {**sharded_state.dense(self._dense_optimizer, self._dense)}
+        if self._config.optim.name == "adam":
+            states[STEPS] = self._steps
         if self._config.optim.in_backward:
             return states | sharded_state.fused(self.model.fused_optimizer)
         return states | sharded_state.plain(self._config.optim.name, self._table_optimizer, self._slices, self._tables)
@@ -144,6 +195,15 @@ class DDPEngine:
                 grad.mul_(limit / norm)
 
 
+def _devices_of_ranks(device: torch.device) -> list[torch.device] | None:
+    """Where each rank's tables live; None on the CPU, which has no numbers. Several ranks may share a card."""
+    if device.type == "cpu":
+        return None
+    indices: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(indices, device.index)
+    return [torch.device(device.type, index) for index in indices]
+
+
 def _runs_operator(config: RunConfig) -> bool:
     return config.comm.embedding_all_to_all != "baseline"
 
@@ -153,7 +213,7 @@ def _sharder(config: RunConfig) -> EmbeddingBagCollectionSharder:
     params: dict[str, Any] = {}
     if optim.in_backward:
         params = {"optimizer": IN_BACKWARD[optim.name], "learning_rate": optim.lr, "eps": optim.eps}
-        params["bounds_check_mode"] = BoundsCheckMode.FATAL
+        params["bounds_check_mode"] = BOUNDS_CHECKS[config.trainer.device]
     if config.model.embedding_dtype == "fp16":
         params["output_dtype"] = SparseType.FP16  # dtype in, dtype out, in both modes
     if _runs_operator(config):
@@ -170,4 +230,6 @@ def _optimizer(
         return torch.optim.SGD(list(parameters), lr=lr)
     if name == "rowwise_adagrad" and not dense:
         return RowWiseAdagrad(list(parameters), lr=lr, eps=eps)
+    if name == "adam":
+        return sharded_state.with_states(torch.optim.Adam(list(parameters), lr=lr, eps=eps))
     return torch.optim.Adagrad(list(parameters), lr=lr, eps=eps)

@@ -14,6 +14,9 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
+# What torch's optimizers keep of a table, but for Adam's step, which is the same for all.
+STATES = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+
 
 def dense(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """States of replicated parameters, the same on every rank."""
@@ -42,13 +45,20 @@ def plain(
     `slices` and `tables` are keyed by parameter name; a rank that holds no slice of a table has no such key in
     `slices`, and a rank without any has no optimizer.
     """
-    if kind == "sgd":
-        return {}
     states = {}
     for name, weight in tables.items():
-        held = optimizer.state[slices[name]]["sum"] if optimizer is not None and name in slices else None
-        states[f"{name}|sum"] = _like(weight, held, rowwise=kind == "rowwise_adagrad")
+        held = optimizer.state[slices[name]] if optimizer is not None and name in slices else {}
+        for key in STATES[kind]:
+            states[f"{name}|{key}"] = _like(weight, held.get(key), rowwise=kind == "rowwise_adagrad")
     return states
+
+
+def with_states(adam: torch.optim.Adam) -> torch.optim.Adam:
+    """With the states that torch makes in the first step only, so that a checkpoint can be loaded before it."""
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return adam
 
 
 def _like(weight: ShardedTensor, state: torch.Tensor | None, rowwise: bool) -> ShardedTensor:

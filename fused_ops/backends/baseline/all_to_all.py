@@ -23,7 +23,7 @@ def all_to_all(
     send, receive = check_splits(input, output_splits, input_splits, group.world)
     output = input.new_empty((sum(receive), *input.shape[1:]))
     even = output_splits is None and input_splits is None
-    with exposed.whole():  # over NCCL only the launch: its kernels are for a profiler to time
+    with exposed.whole(input.device):
         dist.all_to_all_single(
             output,
             input.contiguous(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,13 +32,13 @@ def _missing() -> str | None:
     return None
 
 
-def why_not(lookups: Lookups) -> str | None:
+def why_not(lookups: Lookups, optimizer: str = "none") -> str | None:
     """Why these kernels cannot take the lookups; None when they can."""
     tables = lookups.feature_tables
+    if optimizer == "adam":
+        return "FBGEMM has no CPU kernel for Adam"
     if lookups.inputs.dtype not in OUTPUT_DTYPES:
         return f"FBGEMM's CPU kernels do not take {lookups.inputs.dtype}"
-    if lookups.inputs.indices.device.type != "cpu":
-        return f"only FBGEMM's CPU kernels are bound, tensors are on {lookups.inputs.indices.device}"
     if any(lookups.tables[t].shape[0] > MOST_ROWS for t in tables):
         return f"FBGEMM's CPU updates take tables of up to {MOST_ROWS} rows"
     if any(a > b for a, b in itertools.pairwise(tables)):
@@ -73,11 +73,16 @@ class Run:
 
 
 def _runs(lookups: Lookups, states: Sequence[Tensor] = ()) -> Iterator[Run]:
-    """Runs of features whose tables, and states where given, share one storage."""
+    """Runs of features whose tables share one storage; where states are given, they lie equally far from their tables."""
 
     def storage(f: int) -> tuple[int, ...]:
-        t = lookups.feature_tables[f]
-        return tuple(x.untyped_storage().data_ptr() for x in (lookups.tables[t], *([states[t]] if states else [])))
+        table = lookups.tables[lookups.feature_tables[f]]
+        if not states:
+            return (table.untyped_storage().data_ptr(),)
+        state = states[lookups.feature_tables[f]]
+        starts = table.untyped_storage().data_ptr(), state.untyped_storage().data_ptr()
+        # Only row-wise kernels ask where a state starts; Adagrad's takes the table's element for its state's.
+        return (*starts, 0 if state.dim() == 1 else int(state.storage_offset()) - int(table.storage_offset()))
 
     factors = lookups.weights
     if factors is not None and lookups.mean:
@@ -217,21 +222,28 @@ def update(lookups: Lookups, grad: Tensor, optimizer: OptimizerInputs) -> None:
     if lookups.batch == 0:
         return
     for run in _runs(lookups, optimizer.states):
-        arguments = _backward_arguments(run, run.weights, grad)
-        output_dtype = OUTPUT_DTYPES[run.weights.dtype]
-        if optimizer.kind == "sgd":
-            torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(
-                *arguments, optimizer.learning_rate, output_dtype=output_dtype
-            )
-            continue
-        states = [optimizer.states[t] for t in lookups.feature_tables[run.first : run.last]]
-        momentum = (
-            flat(states[0]),
-            torch.zeros(len(states), dtype=torch.int32),
-            torch.tensor([s.storage_offset() for s in states], dtype=torch.int64),
-        )
+        momentum1: Sequence[Tensor] = ()
+        if optimizer.kind != "sgd":
+            states = [optimizer.states[t] for t in lookups.feature_tables[run.first : run.last]]
+            run, state = _level(run, states[0], lookups) if optimizer.kind == "adagrad" else (run, flat(states[0]))
+            starts = torch.tensor([s.storage_offset() for s in states], dtype=torch.int64)
+            momentum1 = (state, torch.zeros(len(states), dtype=torch.int32), starts)
         backward = {
+            "sgd": torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu,
             "adagrad": torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu,
             "rowwise_adagrad": torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu,
         }[optimizer.kind]
-        backward(*arguments, *momentum, optimizer.learning_rate, optimizer.eps, output_dtype=output_dtype)
+        eps = () if optimizer.kind == "sgd" else (optimizer.eps,)
+        arguments = _backward_arguments(run, run.weights, grad)
+        output_dtype = OUTPUT_DTYPES[run.weights.dtype]
+        backward(*arguments, *momentum1, optimizer.learning_rate, *eps, output_dtype=output_dtype)
+
+
+def _level(run: Run, state: Tensor, lookups: Lookups) -> tuple[Run, Tensor]:
+    """The run, and its flat state, with every table's first element where its state's is: FBGEMM's CPU Adagrad (1.6, 1.8)
+    takes the one's offset for the other's."""
+    table = lookups.tables[lookups.feature_tables[run.first]]
+    ahead = int(table.storage_offset()) - int(state.storage_offset())
+    if ahead <= 0:
+        return run, flat(state)[-ahead:]
+    return replace(run, weights=run.weights[ahead:], weights_offsets=run.weights_offsets - ahead), flat(state)

@@ -91,15 +91,32 @@ def dense_gradients(lookups: Lookups, grad: Tensor, wanted: Sequence[int]) -> li
 def update(lookups: Lookups, grad: Tensor, optimizer: OptimizerInputs) -> None:
     """Apply the optimizer to the distinct rows; see FusedOptimizer."""
     assert optimizer.learning_rate is not None
-    lr = optimizer.learning_rate.item()
+    count = len(lookups.tables)
+    first, second = (optimizer.table_states(which, count) for which in (0, 1))
+    if optimizer.step is not None:
+        optimizer.step.add_(1)
     for t, rows, summed in _row_grads(lookups, grad):
         if optimizer.kind == "adagrad":
-            state = optimizer.states[t].index_add_(0, rows, summed * summed).index_select(0, rows)
+            state = first[t].index_add_(0, rows, summed * summed).index_select(0, rows)
             step = summed / (state.sqrt() + optimizer.eps)
         elif optimizer.kind == "rowwise_adagrad":
-            state = optimizer.states[t].index_add_(0, rows, (summed * summed).mean(1)).index_select(0, rows)
+            state = first[t].index_add_(0, rows, (summed * summed).mean(1)).index_select(0, rows)
             step = summed / (state.sqrt() + optimizer.eps)[:, None]
+        elif optimizer.kind == "adam":
+            step = _adam_step(optimizer, first[t], second[t], rows, summed)
         else:
             step = summed
         table = lookups.tables[t].detach()
-        table.index_copy_(0, rows, (table.index_select(0, rows).float() - lr * step).to(table.dtype))
+        changed = table.index_select(0, rows).float() - optimizer.learning_rate * step
+        table.index_copy_(0, rows, changed.to(table.dtype))
+
+
+def _adam_step(optimizer: OptimizerInputs, mean: Tensor, squares: Tensor, rows: Tensor, summed: Tensor) -> Tensor:
+    """Updates the rows' states; [distinct rows, dim] to be multiplied by the learning rate."""
+    (beta1, beta2), step = optimizer.betas, optimizer.step
+    m = beta1 * mean.index_select(0, rows) + (1 - beta1) * summed
+    v = beta2 * squares.index_select(0, rows) + (1 - beta2) * summed * summed
+    mean.index_copy_(0, rows, m)
+    squares.index_copy_(0, rows, v)
+    assert step is not None
+    return (m / (1 - beta1 ** step.float())) / ((v / (1 - beta2 ** step.float())).sqrt() + optimizer.eps)

@@ -9,13 +9,13 @@ from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs
 
 
 class Lookups:
-    """Checked inputs: `indices` and `offsets` int64, every index a row of its table (ValueError, or clamp, or hash).
+    """Inputs that passed `check`, with `indices` and `offsets` int64, every index a row of its table (ValueError, or clamp, or
+    hash). Made by looking at values, so on a GPU by waiting for it.
 
     `seen`: forward has checked the values; they are only made valid again where the policy asks for it.
     """
 
     def __init__(self, inputs: EmbeddingInputs, seen: bool = False) -> None:
-        inputs.check()
         self.inputs = inputs
         self.tables = inputs.tables
         self.feature_tables = inputs.feature_tables

@@ -14,7 +14,8 @@ from fused_ops.launch_geometry import num_blocks
 from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, cuda_channel
 from fused_ops.symmetric.group import GroupContext
 
-DEFAULT_BLOCKS = 32
+DEFAULT_SMS = 32
+BLOCKS_AN_SM = 2
 
 Offsets = ctypes.c_int64 * MAX_RANKS
 
@@ -68,12 +69,14 @@ def all_to_all(
             params.remote_offset[r] = sum(rows_to[s][r] for s in range(group.rank)) * row_bytes
             sent += send[r]
             received += receive[r]
-        blocks = num_blocks(_tiles(params, group.world, lane.lib.fo_cuda_all_to_all_tile_bytes()), DEFAULT_BLOCKS)
+        params.call.slices = lane.slices(max(n for row in rows_to for n in row) * row_bytes)
+        blocks = num_blocks(_blocks_of_tiles(params, group.world, lane.lib), DEFAULT_SMS, BLOCKS_AN_SM)
         lane.launch_done(lane.lib.fo_cuda_all_to_all(ctypes.byref(params), blocks, lane.stream_pointer()))
         return output
 
 
-def _tiles(params: AllToAllParams, world: int, tile_bytes: int) -> int:
-    sends = sum(max(1, -(-params.send_bytes[r] // tile_bytes)) for r in range(world))
-    receives = sum(max(1, -(-params.receive_bytes[r] // tile_bytes)) for r in range(world))
-    return 1 + sends + receives
+def _blocks_of_tiles(params: AllToAllParams, world: int, lib: ctypes.CDLL) -> int:
+    """Blocks that would have one tile a warp."""
+    tile_bytes, warps = lib.fo_cuda_all_to_all_tile_bytes(), lib.fo_cuda_all_to_all_warps()
+    tiles = sum(-(-params.send_bytes[r] // tile_bytes) for r in range(world))
+    return (tiles + world) // warps + 1

@@ -11,10 +11,11 @@ from torch import Tensor
 from fused_ops.embedding_columns import merged_runs
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.symmetric.agreement import int64_array, library
+from fused_ops.symmetric.group import GroupContext
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
-OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3}
+OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 FIRST_OFFSET, DECREASING, LAST_OFFSET, OUT_OF_RANGE, NO_ROWS = range(1, 6)
 
 _ADDRESSES = ctypes.c_void_p
@@ -63,9 +64,13 @@ class _Update(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("target", _ADDRESSES),
         ("state", _ADDRESSES),
+        ("second_state", _ADDRESSES),
         ("weight_grad", ctypes.c_void_p),
         ("learning_rate", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("step", ctypes.c_int64),
         ("optimizer", ctypes.c_int32),
     ]
 
@@ -156,21 +161,35 @@ def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array:
 
 
 def embedding_update(
-    grad: Tensor, order: Tensor, inputs: EmbeddingInputs, optimizer: OptimizerInputs, weight_gradient: bool
+    grad: Tensor,
+    order: Tensor,
+    inputs: EmbeddingInputs,
+    optimizer: OptimizerInputs,
+    weight_gradient: bool,
+    group: GroupContext,
+    channel: int,
 ) -> Tensor:
     """See `fused_ops.embedding_backward._update`."""
     optimizer.check(inputs.tables)
     assert optimizer.learning_rate is not None
-    return _run(grad, order, inputs, optimizer, list(inputs.tables), list(optimizer.states), weight_gradient)
+    if optimizer.step is not None:
+        optimizer.step.add_(1)
+    return _run(grad, order, inputs, optimizer, list(inputs.tables), weight_gradient)
 
 
 def embedding_gradients(
-    grad: Tensor, order: Tensor, inputs: EmbeddingInputs, wanted: Sequence[int], weight_gradient: bool
+    grad: Tensor,
+    order: Tensor,
+    inputs: EmbeddingInputs,
+    wanted: Sequence[int],
+    weight_gradient: bool,
+    group: GroupContext,
+    channel: int,
 ) -> list[Tensor]:
     """See `fused_ops.embedding_backward._gradients`."""
     dense = {t: torch.zeros_like(inputs.tables[t]) for t in wanted}
     targets = [dense.get(t) for t in range(len(inputs.tables))]
-    last = _run(grad, order, inputs, OptimizerInputs("none", [], None, 0.0), targets, [], weight_gradient)
+    last = _run(grad, order, inputs, OptimizerInputs("none", [], None, []), targets, weight_gradient)
     return [*dense.values(), last]
 
 
@@ -180,22 +199,26 @@ def _run(
     inputs: EmbeddingInputs,
     optimizer: OptimizerInputs,
     targets: Sequence[Tensor | None],
-    states: Sequence[Tensor],
     weight_gradient: bool,
 ) -> Tensor:
     lookups = Lookups(inputs, check_values=False)
     weights_grad = torch.empty(inputs.indices.numel() if weight_gradient else 0, dtype=torch.float32)
     grad = grad.contiguous()
-    target_array, state_array = addresses(targets), addresses(states or [None] * len(targets))
+    target_array, count = addresses(targets), len(targets)
+    first, second = (addresses(optimizer.table_states(which, count) or [None] * count) for which in (0, 1))
     update = _Update(
         lookups=lookups.struct,
         order=order.data_ptr(),
         grad=grad.data_ptr(),
         target=_at(target_array),
-        state=_at(state_array),
+        state=_at(first),
+        second_state=_at(second),
         weight_grad=weights_grad.data_ptr() if weight_gradient else None,
         learning_rate=0.0 if optimizer.learning_rate is None else optimizer.learning_rate.item(),
         eps=optimizer.eps,
+        beta1=optimizer.betas[0],
+        beta2=optimizer.betas[1],
+        step=0 if optimizer.step is None else int(optimizer.step),
         optimizer=OPTIMIZER_CODES[optimizer.kind],
     )
     library().fo_embedding_update(ctypes.byref(update))

@@ -8,8 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +15,10 @@ import torch.distributed as dist
 
 import fused_ops
 from tests.stress.lab import Lab, Layout, content, memory_bytes
-
-
-@dataclass(frozen=True)
-class Scenario:
-    run: Callable[[Lab], str]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    smallest_world: int = 1
-    kills: bool = False  # the last rank dies, so it needs processes of its own
-    fixed_calls: bool = False  # --calls does not change its length
-    weight: float = 1.0  # its share of --calls
-
+from tests.stress.scenario import Scenario, register_in
 
 SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(**options):
-    def register(function: Callable[[Lab], str]) -> Callable[[Lab], str]:
-        SCENARIOS[function.__name__] = Scenario(function, **options)
-        return function
-
-    return register
+scenario = register_in(SCENARIOS)
 
 
 @scenario()

@@ -1,0 +1,378 @@
+// Gradients of rows, added up in fp32 in the order of the sorted lookups and handed once a distinct row to the optimizer.
+//
+// The sorted words are cut into units of kUnit. A group of lanes runs through a unit and finishes the rows that begin and end
+// in it; of a row that reaches over a unit's end it leaves a partial sum, and a second kernel adds the partial sums of each such
+// row in their order. Where units and rows lie depends on the lookups alone, so the result is the same in every run.
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "cuda_lookup.cuh"
+#include "cuda_optimizer.cuh"
+
+namespace fused_ops {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kAnyRowsBlocks = 512;
+constexpr int kUnit = 64;          // words a group of lanes runs through
+constexpr int kEntriesInFlight = 4;
+constexpr int kShortSpan = 16;     // units that one group adds up alone; longer spans take the whole block
+
+struct UpdateParams {
+  Lookups lookups;
+  OptimizerParams optimizer;
+  const uint64_t* order;     // [nnz] sorted words
+  const int32_t* bag_of;     // [nnz] by position, null where words hold bags
+  const Target* targets;     // by table
+  const char* grad;          // [B, D]
+  int64_t grad_stride;       // bytes
+  const int32_t* halted;     // nothing changes while it is not zero
+  float *head, *tail;        // [units, width] partial sums: of the row that began before the unit, of the one that goes on after
+  int32_t shift, width;      // of a word's payload; floats of a partial sum
+  int32_t lanes;             // that share a row
+  int32_t index_bytes;       // of offsets
+};
+
+// Where a lookup's gradient comes from and where its row is. Words come in order of tables, so it is looked up seldom.
+struct Place {
+  Feature feature;
+  Target target;
+  int64_t first_bag = 0;
+
+  __device__ __forceinline__ void move_to(const UpdateParams& p, int64_t bag) {
+    if (feature.table != nullptr && bag >= first_bag && bag - first_bag < p.lookups.batch) return;
+    const int64_t f = bag / p.lookups.batch;
+    feature = p.lookups.features[f];
+    target = p.targets[feature.table_number];
+    first_bag = f * p.lookups.batch;
+  }
+};
+
+// One sorted word: the lookup's row in its table, its gradient, and what that is multiplied by.
+struct Entry {
+  int64_t row;
+  const char* grad;
+  float factor;
+
+  Entry() = default;
+  __device__ __forceinline__ Entry(const UpdateParams& p, Place& place, uint64_t word) {
+    const int64_t payload = static_cast<int64_t>(word & ((uint64_t{1} << p.shift) - 1));
+    const int64_t bag = p.bag_of ? p.bag_of[payload] : payload;
+    place.move_to(p, bag);
+    row = static_cast<int64_t>(word >> p.shift) - place.feature.first_row;
+    grad = p.grad + (bag - place.first_bag) * p.grad_stride + place.feature.packed;
+    factor = p.bag_of ? p.lookups.weights[payload] : 1.0f;
+    if (p.lookups.mean) {
+      const float length = p.index_bytes == 4 ? length_of<int32_t>(p, bag) : length_of<int64_t>(p, bag);
+      if (length > 1.0f) factor *= 1.0f / length;
+    }
+  }
+
+ private:
+  template <class Index>
+  static __device__ __forceinline__ float length_of(const UpdateParams& p, int64_t bag) {
+    const auto* offsets = static_cast<const Index*>(p.lookups.offsets);
+    return static_cast<float>(offsets[bag + 1] - offsets[bag]);
+  }
+};
+
+__device__ __forceinline__ uint64_t row_at(const UpdateParams& p, int64_t i) { return p.order[i] >> p.shift; }
+
+// The sum over the lanes that share a row.
+__device__ __forceinline__ float sum_over(float mine, int lanes, unsigned mask) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(mask, mine, offset);
+  return mine;
+}
+
+template <int kOptimizer>
+__device__ __forceinline__ bool suppressed(const UpdateParams& p) {
+  return kOptimizer != kPlain && *p.halted != 0;  // a plain gradient shows the poison instead
+}
+
+// kVectors: of 16 bytes, that each lane has of a row.
+template <int kOptimizer, class T, int kVectors>
+__global__ void __launch_bounds__(kThreads) units_kernel(const __grid_constant__ UpdateParams p) {
+  constexpr int kCount = Pack<T, uint4>::kCount, kDepth = kEntriesInFlight / kVectors;
+  if (suppressed<kOptimizer>(p)) return;
+  const Applied<kOptimizer> optimizer(p.optimizer);
+  const int lanes = p.lanes, first_column = lane() % lanes * kCount, column_step = lanes * kCount;
+  const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() / lanes * lanes);
+  const int64_t unit = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes, nnz = p.lookups.nnz;
+  const int64_t first = unit * kUnit, end = min(first + kUnit, nnz);
+  if (first >= nnz) return;
+
+  Place place{};
+  bool began_before = first > 0 && row_at(p, first - 1) == row_at(p, first);
+  float sum[kVectors][kCount] = {};
+  for (int64_t i = first; i < end; i += kDepth) {
+    uint4 grad[kDepth][kVectors];
+    RowPart<kOptimizer, T, uint4> part[kDepth][kVectors];
+    Entry entry[kDepth];
+    Target target[kDepth];
+    int dim[kDepth];
+    float row_state[kDepth];
+    bool ends[kDepth];
+#pragma unroll
+    for (int u = 0; u < kDepth; ++u) {
+      if (i + u >= end) break;
+      const uint64_t word = p.order[i + u];
+      entry[u] = Entry(p, place, word);
+      target[u] = place.target;
+      dim[u] = place.feature.dim;
+      ends[u] = i + u + 1 == nnz || row_at(p, i + u + 1) != word >> p.shift;
+      if constexpr (kOptimizer == kRowwiseAdagrad) row_state[u] = ends[u] ? target[u].state[entry[u].row] : 0.0f;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int column = first_column + v * column_step;
+        grad[u][v] = uint4();
+        if (column >= dim[u]) continue;
+        grad[u][v] = __ldg(reinterpret_cast<const uint4*>(entry[u].grad + column * sizeof(T)));
+        if (ends[u] && target[u].rows) part[u][v].load(target[u], entry[u].row * dim[u] + column);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kDepth; ++u) {
+      if (i + u >= end) break;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float value[kCount];
+        Pack<T, uint4>::unpack(grad[u][v], value);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) sum[v][k] = fmaf(entry[u].factor, value[k], sum[v][k]);
+      }
+      if (!ends[u] && i + u + 1 < end) continue;
+      if (ends[u] && !began_before) {
+        float square = 0.0f;
+        if constexpr (kOptimizer == kRowwiseAdagrad) {
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) square = fmaf(sum[v][k], sum[v][k], square);
+          square = sum_over(square, lanes, mask) / static_cast<float>(dim[u]);
+        }
+        if (target[u].rows) {
+          const float rate = rate_of(optimizer, target[u].state + entry[u].row, row_state[u], square, first_column == 0);
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            const int column = first_column + v * column_step;
+            if (column < dim[u]) part[u][v].apply(optimizer, target[u], entry[u].row * dim[u] + column, sum[v], rate);
+          }
+        }
+      } else {
+        float* partial = (ends[u] ? p.head : p.tail) + unit * p.width;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          if (first_column + v * column_step < dim[u]) store_floats<kCount>(partial + first_column + v * column_step, sum[v]);
+      }
+      began_before = false;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) sum[v][k] = 0.0f;
+    }
+  }
+}
+
+// The row that goes on after a unit in which it began has partial sums in that unit's tail, in the tails of the units that it
+// fills, and in the head of the one that it ends in. How many units after the first; 0: there is no such row.
+__device__ __forceinline__ int64_t span_of(const UpdateParams& p, int64_t unit) {
+  const int64_t nnz = p.lookups.nnz, first = unit * kUnit, end = first + kUnit;
+  if (end >= nnz) return 0;
+  const uint64_t row = row_at(p, end - 1);
+  if (row_at(p, end) != row) return 0;
+  if (first > 0 && row_at(p, first - 1) == row) return 0;  // began before
+  int64_t low = end, high = nnz;  // the first word of another row
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (row_at(p, middle) == row) low = middle + 1;
+    else high = middle;
+  }
+  return (low - 1) / kUnit - unit;
+}
+
+// One column of a span's partial sums [begin, end), of which the first unit's has number 0.
+__device__ __forceinline__ float add_partials(const UpdateParams& p, int64_t unit, int64_t begin, int64_t end, int64_t span, int column) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int64_t k = begin; k < end; ++k) sum += (k == span ? p.head : p.tail)[(unit + k) * p.width + column];
+  return sum;
+}
+
+// A row whose sum lies in memory, by one warp.
+template <int kOptimizer, class T>
+__device__ __forceinline__ void apply_row(const UpdateParams& p, const Applied<kOptimizer>& optimizer, const Place& place, int64_t row,
+                                          const float* sum) {
+  const int dim = place.feature.dim;
+  const Target& target = place.target;
+  if (target.rows == nullptr) return;
+  float square = 0.0f, state = 0.0f;
+  if constexpr (kOptimizer == kRowwiseAdagrad) {
+    for (int column = lane(); column < dim; column += 32) square = fmaf(sum[column], sum[column], square);
+    square = sum_over(square, 32, kAllLanes) / static_cast<float>(dim);
+    state = target.state[row];
+    __syncwarp();
+  }
+  const float rate = rate_of(optimizer, target.state + row, state, square, lane() == 0);
+  for (int column = lane(); column < dim; column += 32) {
+    RowPart<kOptimizer, T, T> part;
+    part.load(target, row * dim + column);
+    part.apply(optimizer, target, row * dim + column, sum + column, rate);
+  }
+}
+
+// A warp a unit; spans too long for one warp are added up by the whole block, each warp a fixed part.
+template <int kOptimizer, class T>
+__global__ void __launch_bounds__(kThreads) spans_kernel(const __grid_constant__ UpdateParams p, int64_t units) {
+  extern __shared__ float sums[];  // [kWarps, width]
+  __shared__ int64_t spans[kWarps];
+  if (suppressed<kOptimizer>(p)) return;
+  const Applied<kOptimizer> optimizer(p.optimizer);
+  const int warp = threadIdx.x / 32, width = p.width;
+  const int64_t first_unit = static_cast<int64_t>(blockIdx.x) * kWarps, unit = first_unit + warp;
+  const int64_t span = unit < units ? span_of(p, unit) : 0;
+  if (lane() == 0) spans[warp] = span;
+  float* mine = sums + warp * width;
+
+  if (span > 0 && span <= kShortSpan) {
+    Place place{};
+    const Entry entry(p, place, p.order[(unit + 1) * kUnit - 1]);
+    for (int column = lane(); column < place.feature.dim; column += 32) mine[column] = add_partials(p, unit, 0, span + 1, span, column);
+    __syncwarp();
+    apply_row<kOptimizer, T>(p, optimizer, place, entry.row, mine);
+  }
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) {
+    if (spans[w] <= kShortSpan) continue;
+    const int64_t u = first_unit + w, parts = spans[w] + 1;
+    Place place{};
+    const Entry entry(p, place, p.order[(u + 1) * kUnit - 1]);
+    for (int column = lane(); column < place.feature.dim; column += 32)
+      mine[column] = add_partials(p, u, parts * warp / kWarps, parts * (warp + 1) / kWarps, spans[w], column);
+    __syncthreads();
+    if (warp == 0) {
+      for (int column = lane(); column < place.feature.dim; column += 32)
+        for (int other = 1; other < kWarps; ++other) mine[column] += sums[other * width + column];
+      __syncwarp();
+      apply_row<kOptimizer, T>(p, optimizer, place, entry.row, mine);
+    }
+    __syncthreads();
+  }
+}
+
+// Rows of any width and alignment: a warp at the first word of each row adds up the row's words, column after column, into
+// `head`, which has a row of `width` floats a warp here.
+template <int kOptimizer, class T>
+__global__ void __launch_bounds__(kThreads) any_rows_kernel(const __grid_constant__ UpdateParams p) {
+  if (suppressed<kOptimizer>(p)) return;
+  const Applied<kOptimizer> optimizer(p.optimizer);
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32, step = static_cast<int64_t>(gridDim.x) * kWarps;
+  float* sum = p.head + warp * p.width;
+  for (int64_t i = warp; i < p.lookups.nnz; i += step) {
+    const uint64_t row = row_at(p, i);
+    if (i > 0 && row_at(p, i - 1) == row) continue;
+    Place place{};
+    const Entry entry(p, place, p.order[i]);
+    const int dim = place.feature.dim;
+    for (int column = lane(); column < dim; column += 32) {
+      float total = 0.0f;
+      for (int64_t j = i; j < p.lookups.nnz && row_at(p, j) == row; ++j) {
+        const Entry other(p, place, p.order[j]);
+        total = fmaf(other.factor, to_float(reinterpret_cast<const T*>(other.grad)[column]), total);
+      }
+      sum[column] = total;
+    }
+    __syncwarp();
+    apply_row<kOptimizer, T>(p, optimizer, place, entry.row, sum);
+    __syncwarp();
+  }
+}
+
+__global__ void count_step_kernel(int64_t* step, const int32_t* halted) {
+  if (*halted == 0) *step += 1;
+}
+
+// The gradient of per-sample weights: a lookup's row times its bag's gradient.
+template <class T, class Index>
+__global__ void __launch_bounds__(kThreads) weights_kernel(const __grid_constant__ Lookups l, const char* grad, int64_t grad_stride, float* out) {
+  const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  if (bag >= l.num_features * l.batch) return;
+  const Feature f = l.features[bag / l.batch];
+  const auto* offsets = static_cast<const Index*>(l.offsets);
+  const int64_t begin = max(static_cast<int64_t>(offsets[bag]), int64_t{0}), end = min(static_cast<int64_t>(offsets[bag + 1]), l.nnz);
+  const float scale = l.mean && end - begin > 1 ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+  const auto* mine = reinterpret_cast<const T*>(grad + bag % l.batch * grad_stride + f.packed);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = valid_row(static_cast<const Index*>(l.indices)[i], f.rows, l.policy);
+    const auto* weights = reinterpret_cast<const T*>(f.table) + max(row, int64_t{0}) * f.dim;
+    float dot = 0.0f;
+    for (int d = lane(); row >= 0 && d < f.dim; d += 32) dot = fmaf(to_float(mine[d]), to_float(weights[d]), dot);
+    for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(kAllLanes, dot, offset);
+    if (lane() == 0) out[i] = row >= 0 ? dot * scale : __int_as_float(0x7FC00000);
+  }
+}
+
+template <class F>
+int with_optimizer(int optimizer, F&& f) {
+  switch (optimizer) {
+    case kPlain: return f(std::integral_constant<int, kPlain>());
+    case kSgd: return f(std::integral_constant<int, kSgd>());
+    case kAdagrad: return f(std::integral_constant<int, kAdagrad>());
+    case kRowwiseAdagrad: return f(std::integral_constant<int, kRowwiseAdagrad>());
+    case kAdam: return f(std::integral_constant<int, kAdam>());
+    default: return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
+}  // namespace fused_ops
+
+using namespace fused_ops;
+
+extern "C" {
+
+int64_t fo_cuda_update_params_bytes() { return sizeof(UpdateParams); }
+
+// Floats of scratch for `head` and `tail` together. vectors: of 16 bytes a lane (1 or 2), 0 for rows of any kind.
+int64_t fo_cuda_update_scratch(int64_t nnz, int vectors, int width) {
+  return vectors == 0 ? static_cast<int64_t>(kAnyRowsBlocks) * kWarps * width : 2 * ((nnz + kUnit - 1) / kUnit) * width;
+}
+
+int fo_cuda_update(UpdateParams* p, int dtype, int optimizer, int vectors, float* scratch, int64_t* step, void* stream) {
+  const int64_t units = (p->lookups.nnz + kUnit - 1) / kUnit;
+  auto* s = static_cast<cudaStream_t>(stream);
+  p->head = scratch;
+  p->tail = scratch + units * p->width;
+  const auto blocks = static_cast<unsigned>((units * p->lanes + kThreads - 1) / kThreads);
+  const auto span_blocks = static_cast<unsigned>((units + kWarps - 1) / kWarps);
+  const size_t span_bytes = static_cast<size_t>(kWarps) * p->width * sizeof(float);
+  if (units > 0) {
+    const int code = with_dtype(dtype, [&](auto value) {
+      using T = decltype(value);
+      return with_optimizer(optimizer, [&](auto o) {
+        if (vectors == 0) any_rows_kernel<o.value, T><<<kAnyRowsBlocks, kThreads, 0, s>>>(*p);
+        else if (vectors == 1) units_kernel<o.value, T, 1><<<blocks, kThreads, 0, s>>>(*p);
+        else units_kernel<o.value, T, 2><<<blocks, kThreads, 0, s>>>(*p);
+        if (vectors > 0) spans_kernel<o.value, T><<<span_blocks, kThreads, span_bytes, s>>>(*p, units);
+        return static_cast<int>(cudaGetLastError());
+      });
+    });
+    if (code) return code;
+  }
+  if (step) count_step_kernel<<<1, 1, 0, s>>>(step, p->halted);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int fo_cuda_weights_gradient(const Lookups* l, int dtype, int index_bytes, const char* grad, int64_t grad_stride, float* out, void* stream) {
+  const int64_t threads = l->num_features * l->batch * 32;
+  if (threads == 0) return 0;
+  const auto blocks = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+  return with_dtype(dtype, [&](auto value) {
+    using T = decltype(value);
+    auto* s = static_cast<cudaStream_t>(stream);
+    if (index_bytes == 4) weights_kernel<T, int32_t><<<blocks, kThreads, 0, s>>>(*l, grad, grad_stride, out);
+    else weights_kernel<T, int64_t><<<blocks, kThreads, 0, s>>>(*l, grad, grad_stride, out);
+    return static_cast<int>(cudaGetLastError());
+  });
+}
+
+}  // extern "C"

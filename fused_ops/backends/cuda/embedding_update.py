@@ -1,0 +1,199 @@
+"""What follows the gradients' exchange on one GPU: lookups in order of their row, tables or dense gradients changed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_ops.backends.cuda.embedding_native import (
+    OPTIMIZER_CODES,
+    VECTOR,
+    Lookups,
+    OptimizerParams,
+    UpdateParams,
+    power_of_two,
+)
+from fused_ops.embedding_inputs import EmbeddingInputs, OptimizerInputs
+from fused_ops.symmetric.cuda_channel import CudaChannel, cuda_channel
+from fused_ops.symmetric.cuda_memory import check_cuda
+from fused_ops.symmetric.group import GroupContext
+
+MOST_VECTORS = 2  # a lane has of a row in the kernels for aligned rows
+
+
+def sort_lookups(lookups: Lookups, order: Tensor, stream: torch.cuda.Stream) -> list[Tensor]:
+    """Fill `order` [nnz] on that stream; what is returned has to live until it is done."""
+    lane, shift = lookups.lane, lookups.payload_bits
+    end_bit = shift + lookups.row_bits
+    count = order.numel()
+    scratch_bytes = ctypes.c_int64()
+    code = lane.lib.fo_cuda_sort_bytes(ctypes.c_int64(count), shift, end_bit, ctypes.byref(scratch_bytes))
+    check_cuda(lane.lib, code, "sizing the sort of the lookups")
+    scratch = torch.empty(max(scratch_bytes.value, 1), dtype=torch.uint8, device=order.device)
+    unsorted, bag_of = torch.empty_like(order), _bag_of(lookups)
+    code = lane.lib.fo_cuda_sort(
+        lookups.pointer,
+        lookups.index_bytes,
+        shift,
+        end_bit,
+        _lanes_a_bag(lookups),
+        ctypes.c_void_p(unsorted.data_ptr()),
+        ctypes.c_void_p(order.data_ptr()),
+        ctypes.c_void_p(None if bag_of is None else bag_of.data_ptr()),
+        ctypes.c_void_p(scratch.data_ptr()),
+        scratch_bytes,
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    check_cuda(lane.lib, code, "sorting the lookups")
+    return [scratch, unsorted, *([] if bag_of is None else [bag_of])]
+
+
+def embedding_update(
+    grad: Tensor,
+    order: Tensor,
+    inputs: EmbeddingInputs,
+    optimizer: OptimizerInputs,
+    weight_gradient: bool,
+    group: GroupContext,
+    channel: int,
+) -> Tensor:
+    """See `fused_ops.embedding_backward._update`. Nothing changes when the exchange before has failed."""
+    optimizer.check(inputs.tables)
+    lane = cuda_channel(group, channel, grad.device)
+    with torch.cuda.device(grad.device):
+        lookups = Lookups(inputs, lane)
+        weights_grad = _weights_gradient(grad, lookups, weight_gradient)
+        _run(grad, order, lookups, optimizer, list(inputs.tables))
+    return weights_grad
+
+
+def embedding_gradients(
+    grad: Tensor,
+    order: Tensor,
+    inputs: EmbeddingInputs,
+    wanted: Sequence[int],
+    weight_gradient: bool,
+    group: GroupContext,
+    channel: int,
+) -> list[Tensor]:
+    """See `fused_ops.embedding_backward._gradients`. After an exchange that failed, the rows looked up are NaN."""
+    lane = cuda_channel(group, channel, grad.device)
+    with torch.cuda.device(grad.device):
+        lookups = Lookups(inputs, lane)
+        dense = {t: torch.zeros_like(inputs.tables[t]) for t in wanted}
+        targets = [dense.get(t) for t in range(len(inputs.tables))]
+        _run(grad, order, lookups, OptimizerInputs("none", [], None, []), targets)
+        return [*dense.values(), _weights_gradient(grad, lookups, weight_gradient)]
+
+
+def _run(
+    grad: Tensor, order: Tensor, lookups: Lookups, optimizer: OptimizerInputs, targets: Sequence[Tensor | None]
+) -> None:
+    lane, inputs, grad = lookups.lane, lookups.inputs, grad.contiguous()
+    first, second = (optimizer.table_states(which, len(targets)) for which in (0, 1))
+    row_bytes = [dim * inputs.dtype.itemsize for dim in inputs.dims]
+    widest = max(row_bytes, default=VECTOR)
+    aligned = [*row_bytes, grad.data_ptr(), *(t.data_ptr() for t in [*targets, *first, *second] if t is not None)]
+    vectors = power_of_two(-(-widest // (32 * VECTOR))) if all(x % VECTOR == 0 for x in aligned) else 0
+    vectors = 0 if vectors > MOST_VECTORS else vectors
+    width = -(-max(inputs.dims, default=1) // 8) * 8
+    bag_of = _bag_of(lookups)
+    if bag_of is not None:
+        _fill_bag_of(lookups, bag_of)
+    scratch = torch.empty(
+        lane.lib.fo_cuda_update_scratch(ctypes.c_int64(lookups.struct.nnz), vectors, width),
+        dtype=torch.float32,
+        device=grad.device,
+    )
+    params = UpdateParams(
+        lookups=lookups.struct,
+        optimizer=OptimizerParams(
+            None if optimizer.learning_rate is None else optimizer.learning_rate.data_ptr(),
+            None if optimizer.step is None else optimizer.step.data_ptr(),
+            optimizer.eps,
+            *optimizer.betas,
+        ),
+        order=order.data_ptr(),
+        bag_of=None if bag_of is None else bag_of.data_ptr(),
+        targets=_targets(lane, targets, first, second),
+        grad=grad.data_ptr(),
+        grad_stride=inputs.local_dim * inputs.dtype.itemsize,
+        halted=lane.halted_address,
+        shift=lookups.payload_bits,
+        width=width,
+        lanes=min(32, power_of_two(-(-widest // (VECTOR * max(vectors, 1))))),
+        index_bytes=lookups.index_bytes,
+    )
+    code = lane.lib.fo_cuda_update(
+        ctypes.byref(params),
+        lookups.dtype,
+        OPTIMIZER_CODES[optimizer.kind],
+        vectors,
+        ctypes.c_void_p(scratch.data_ptr()),
+        ctypes.c_void_p(None if optimizer.step is None else optimizer.step.data_ptr()),
+        lane.stream_pointer(),
+    )
+    check_cuda(lane.lib, code, f"updating tables ({optimizer.kind})")
+
+
+def _targets(
+    lane: CudaChannel, targets: Sequence[Tensor | None], first: Sequence[Tensor], second: Sequence[Tensor]
+) -> int:
+    """The kernels' `Target`s: rows, state, second state of each table."""
+    none: list[Tensor | None] = [None] * len(targets)
+    flat = [
+        0 if tensor is None else tensor.data_ptr()
+        for row in zip(targets, first or none, second or none, strict=True)
+        for tensor in row
+    ]
+    return lane.tables.address(("targets", *flat), lambda: (ctypes.c_int64 * len(flat))(*flat))
+
+
+def _weights_gradient(grad: Tensor, lookups: Lookups, wanted: bool) -> Tensor:
+    lane, inputs = lookups.lane, lookups.inputs
+    out = torch.empty(lookups.struct.nnz if wanted else 0, dtype=torch.float32, device=grad.device)
+    if wanted:
+        code = lane.lib.fo_cuda_weights_gradient(
+            lookups.pointer,
+            lookups.dtype,
+            lookups.index_bytes,
+            ctypes.c_void_p(grad.contiguous().data_ptr()),
+            ctypes.c_int64(inputs.local_dim * inputs.dtype.itemsize),
+            ctypes.c_void_p(out.data_ptr()),
+            lane.stream_pointer(),
+        )
+        check_cuda(lane.lib, code, "the gradient of per-sample weights")
+    return out
+
+
+def _bag_of(lookups: Lookups) -> Tensor | None:
+    """[nnz] int32 for each lookup's bag, where sorted words hold positions."""
+    if lookups.weights is None:
+        return None
+    return torch.empty(lookups.struct.nnz, dtype=torch.int32, device=lookups.indices.device)
+
+
+def _fill_bag_of(lookups: Lookups, bag_of: Tensor) -> None:
+    lane, nothing = lookups.lane, ctypes.c_void_p(None)
+    code = lane.lib.fo_cuda_sort(
+        lookups.pointer,
+        lookups.index_bytes,
+        0,
+        0,
+        _lanes_a_bag(lookups),
+        nothing,
+        nothing,
+        ctypes.c_void_p(bag_of.data_ptr()),
+        nothing,
+        ctypes.c_int64(0),
+        lane.stream_pointer(),
+    )
+    check_cuda(lane.lib, code, "numbering the lookups' bags")
+
+
+def _lanes_a_bag(lookups: Lookups) -> int:
+    bags = max(1, lookups.struct.num_features * lookups.struct.batch)
+    return min(32, power_of_two(lookups.struct.nnz // bags))

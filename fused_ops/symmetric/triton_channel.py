@@ -1,0 +1,288 @@
+"""A channel of the Triton backend: the memory that its kernels share, the slots they store into, and the error record.
+
+Epochs, credits and flags live in memory of the device and are the kernels' business (backends/triton). On a CPU host, where
+Triton's interpreter runs them, that is shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_ops import exposed
+from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
+from fused_ops.symmetric import agreement as host
+from fused_ops.symmetric.agreement import Agreement
+from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, choose_link
+from fused_ops.symmetric.group import GroupContext
+from fused_ops.symmetric.segment_arena import SegmentArena
+from fused_ops.symmetric.triton_layout import (
+    ARENA_SHIFT,
+    BAD_VALUE,
+    CONTROL_BYTES,
+    MAX_ARENAS,
+    MAX_RANKS,
+    NO_PROBLEM,
+    PLACE_SHIFT,
+    RECORD_WORDS,
+    STATE_WORDS,
+    Record,
+    State,
+)
+from fused_ops.symmetric.triton_slots import Arena, Slot
+
+SLOTS_PER_ARENA = 4
+SMALLEST_SLOT = 1 << 16
+LARGEST_SLOT = 1 << (ARENA_SHIFT + PLACE_SHIFT)
+MOST_CONSTANTS = 256
+MOST_CALLS_DESCRIBED = 64
+
+DescribeProblem = Callable[[int, int, int, int], str]  # (kind, position, value, feature) -> what is wrong
+
+
+@dataclass
+class Receipt:
+    """Where this call's output arrives, and the tensor to return."""
+
+    slot: Slot
+    output: torch.Tensor
+    is_staged: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.output.nbytes
+
+    def deliver(self) -> torch.Tensor:
+        """The output; out of the staging slot where it is there. After the call's last kernel was launched."""
+        if self.is_staged:
+            self.output.copy_(self.slot.tensor(self.output.shape, self.output.dtype))
+        return self.output
+
+
+class TritonChannel:
+    """One lane of a group's device memory. Made collectively by `GroupContext.channel`.
+
+    abort: launches the kernel by which this rank tells its peers that it rejected the call.
+    """
+
+    def __init__(
+        self, group: GroupContext, index: int, device: torch.device, abort: Callable[[TritonChannel], None]
+    ) -> None:
+        self.group, self.index, self.device = group, index, device
+        self.rank, self.world = group.rank, group.world
+        self._abort = abort
+        self.agreement = Agreement(group, "triton", index)
+        self.link = choose_link(group, device) if device.type == "cuda" else "shared memory"
+        self._arena_type: Any = {"peer": PeerArena, "pinned": PinnedArena, "shared memory": SegmentArena}[self.link]
+        self._control = self._arena_type(group, device, CONTROL_BYTES)
+        self.control = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
+        self.arena_table = torch.zeros(MAX_ARENAS * MAX_RANKS, dtype=torch.int64, device=device)
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self.state[State.PROBLEM] = NO_PROBLEM
+        self._record_memory = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._record = (ctypes.c_int64 * RECORD_WORDS).from_address(self.record)
+        self._arenas: list[Arena] = []  # the newest last; older ones that a graph captured
+        self._arena_count = 0
+        self._constants: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+        self._captured: list[torch.Tensor] = []
+        self._described: OrderedDict[int, tuple[str, DescribeProblem]] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None
+        self._seen_wait_ns = 0
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.finished_calls = 0
+        self.stress_delay_us = 0
+        self.set_timeout(group.timeout_s)
+        self._synchronize()
+        group.exchange(f"triton channel {index}", {})
+
+    @property
+    def record(self) -> int:
+        """The record's address, on the host and on the device."""
+        return self._record_memory.data_ptr()
+
+    @property
+    def bytes(self) -> int:
+        return self._control.size + sum(arena.memory.size for arena in self._arenas)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.agreement.set_timeout(seconds)
+        self._record[Record.TIMEOUT_NS] = int(seconds * 1e9)
+
+    def set_stress_delay(self, max_us: int, seed: int) -> None:
+        """Stress tests: wait up to that long between a slice's data and its flag (the seed is in the epoch)."""
+        del seed
+        self.stress_delay_us = max_us
+
+    @contextmanager
+    def call(self, operator: str) -> Iterator[int]:
+        """One call. When this rank rejects its input, a kernel tells the peers' kernels so."""
+        finished = self.finished_calls
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            try:
+                with self.agreement.call(operator) as number:
+                    self.check_errors()
+                    self._follow_stream()
+                    yield number
+            except (ValueError, PeerAbortedError):
+                # Peers may be running this call's kernels already, or be about to: this rank's part is to say no.
+                if self.agreement.broken is None and self.finished_calls == finished and not self._is_capturing():
+                    self._abort(self)
+                raise
+
+    def describe(self, describe_problem: DescribeProblem) -> None:
+        """What to say if a kernel of the present call finds a wrong offset or index."""
+        if len(self._described) >= MOST_CALLS_DESCRIBED:
+            self._described.popitem(last=False)
+        self._described[self.agreement.call_number] = (self.agreement.operator, describe_problem)
+
+    def constants(self, values: Sequence[int]) -> torch.Tensor:
+        """Those integers in device memory, int64; copied there when they are new."""
+        key = tuple(values)
+        known = self._constants.get(key)
+        if known is None:
+            if self._is_capturing():
+                raise ValueError(
+                    f"{self.agreement.operator}: this layout, or where its tables are, is new to channel {self.index}, and "
+                    "cannot be copied to the device inside a CUDA graph capture: call the operator once before capturing"
+                )
+            known = torch.tensor(key, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            known = known.to(self.device, non_blocking=True)
+            if len(self._constants) >= MOST_CONSTANTS:
+                self._constants.popitem(last=False)
+            self._constants[key] = known
+        self._constants.move_to_end(key)
+        if self._is_capturing():
+            self._captured.append(known)
+        return known
+
+    def reserve(self, largest_output: int) -> None:
+        """Make every rank's slots hold `largest_output` bytes. Collective when it grows; all ranks pass the same number."""
+        if self._arenas and self._arenas[-1].slot_size >= largest_output:
+            return
+        operator = self.agreement.operator
+        if self._is_capturing():
+            raise ValueError(
+                f"{operator}: this layout needs slots of {largest_output} bytes, which cannot be allocated inside a CUDA "
+                "graph capture: call the operator once with this shape before capturing"
+            )
+        if largest_output > LARGEST_SLOT:
+            raise ValueError(
+                f"{operator}: one call moves at most {LARGEST_SLOT >> 30} GiB to a rank, got {largest_output}"
+            )
+        if self._arena_count == MAX_ARENAS:
+            raise ValueError(f"channel {self.index} of group '{self.group.name}' has grown {MAX_ARENAS} times")
+        self._retire_arenas()
+        slot_size = 1 << (max(largest_output, SMALLEST_SLOT) - 1).bit_length()
+        slots = 1 if self.link == "pinned" or SLOTS_PER_ARENA * slot_size > LARGEST_SLOT else SLOTS_PER_ARENA
+        memory = self._arena_type(self.group, self.device, slots * slot_size)
+        arena = Arena(self._arena_count, slot_size, memory, memory.addresses[self.rank], self.device)
+        arena.slots = [Slot(arena, i) for i in range(slots)]
+        start = self._arena_count * MAX_RANKS
+        self.arena_table[start : start + self.world] = torch.tensor(memory.addresses, dtype=torch.int64)
+        self._synchronize()
+        self._arenas.append(arena)
+        self._arena_count += 1
+
+    def _retire_arenas(self) -> None:
+        """Kernels in flight may use them still: all ranks finish theirs, then all unmap, then the memory may go."""
+        self._synchronize()
+        self.group.exchange(f"triton channel {self.index} grows", {})
+        outgrown = [arena for arena in self._arenas if not arena.captured]
+        self._arenas = [arena for arena in self._arenas if arena.captured]
+        for arena in outgrown:
+            arena.memory.close_peers()
+        self.group.exchange(f"triton channel {self.index} unmapped", {})
+        for arena in outgrown:
+            arena.memory.allow_free()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
+        """The place of this call's output. `reserve` comes first."""
+        arena = self._arenas[-1]
+        slot = None if self._is_capturing() or 0 in shape else arena.free_slot()
+        if slot is not None:
+            return Receipt(slot, slot.tensor(shape, dtype), is_staged=False)
+        arena.captured |= self._is_capturing()
+        output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return Receipt(arena.slots[0], output, is_staged=output.numel() > 0)
+
+    def check_errors(self) -> None:
+        """Raise what a kernel recorded; account for its waits. Reads host memory, never blocks."""
+        waited = self._record[Record.WAIT_NS]
+        exposed.add_ns(waited - self._seen_wait_ns)
+        self._seen_wait_ns = waited
+        if not self._record[Record.SERIAL]:
+            return
+        error = self._error_of_record()
+        self._record[Record.SERIAL] = 0
+        if isinstance(error, PeerTimeoutError):
+            self.agreement.give_up(error)
+        else:
+            self.state[State.SUPPRESSED] = 0  # in stream order: what was launched before stays suppressed
+        raise error
+
+    def _error_of_record(self) -> Exception:
+        record = {name: self._record[name] for name in Record}
+        code, call = record[Record.CODE], record[Record.CALL]
+        operator, describe_problem = self._described.get(call, (self.agreement.operator, _describe_by_numbers))
+        if code == BAD_VALUE:
+            kind, at = record[Record.PROBLEM_KIND], record[Record.PROBLEM_AT]
+            value, feature = record[Record.PROBLEM_VALUE], record[Record.PROBLEM_FEATURE]
+            return ValueError(f"{operator}: {describe_problem(kind, at, value, feature)}")
+        where = (
+            f"{operator}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
+            f"call {call} (epoch {record[Record.EPOCH]}), {host.PHASES[record[Record.PHASE]]}"
+        )
+        if code == host.BROKEN:
+            return CommunicationError(f"{where}: ran on a channel that is broken since: {self.agreement.broken}")
+        if code == host.TIMEOUT:
+            late = self._ranks(record[Record.LATE]) or [record[Record.PEER]]
+            return PeerTimeoutError(f"{where}: waited {self.group.timeout_s:g} s; ranks that did not arrive: {late}")
+        rejected, bad_value = self._ranks(record[Record.REJECTED]), self._ranks(record[Record.BAD_VALUE])
+        peer = [*rejected, *bad_value, record[Record.PEER]][0]
+        if code == host.REJECTED and not rejected and bad_value:
+            return PeerAbortedError(
+                f"{where}: rank {peer} rejected its input: it has a wrong offset or index, which its own error names"
+            )
+        reason = self.agreement.reason(peer, call)
+        if code == host.REJECTED and not self.agreement.disagrees(peer, call):
+            return PeerAbortedError(f"{where}: rank {peer} rejected its input or gave up: {reason}")
+        mine = self.agreement.reason(self.rank, call)
+        return ValueError(f"{where}: ranks disagree: rank {self.rank} has [{mine}], rank {peer} has [{reason}]")
+
+    def _ranks(self, bits: int) -> list[int]:
+        return [r for r in range(self.world) if bits >> r & 1]
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _follow_stream(self) -> None:
+        """Make the current stream follow the one this channel was last used on."""
+        if self.device.type != "cuda" or self._is_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _describe_by_numbers(kind: int, at: int, value: int, feature: int) -> str:
+    return f"wrong offset or index {value} at position {at}, feature {feature}"
+
+
+def triton_channel(
+    group: GroupContext, index: int, device: torch.device, abort: Callable[[TritonChannel], None]
+) -> TritonChannel:
+    channel = group.channel("triton", index, lambda g, i: TritonChannel(g, i, device, abort))
+    if channel.device != device:
+        raise ValueError(f"channel {index} of group '{group.name}' lives on {channel.device}; got a tensor on {device}")
+    return channel
