@@ -19,7 +19,7 @@ from fused_ops.symmetric.group import GroupContext
 logger = logging.getLogger("fused_ops")
 
 FUSED_BACKEND_OF_DEVICE = {"cpu": "host", "cuda": "cuda"}
-DEVICE_OF_BACKEND = {"host": "cpu", "unfused": "cpu", "cuda": "cuda", "triton": "cuda"}
+DEVICES_OF_BACKEND = {"host": ("cpu",), "unfused": ("cpu", "cuda"), "cuda": ("cuda",), "triton": ("cuda",)}
 MEASURED_ON_DEVICE = {"cpu": ("host",), "cuda": ("cuda",)}  # the fused backends that "auto" sets against baseline
 
 
@@ -51,12 +51,12 @@ def choose(
         return _use(operator, *_fastest(operator, device, group, describe()), phase)
     named = comm != "fused"
     backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
-    if named and comm not in DEVICE_OF_BACKEND:
+    if named and comm not in DEVICES_OF_BACKEND:
         raise ValueError(
-            f"comm must be 'fused', 'baseline', 'auto' or a backend ({', '.join(DEVICE_OF_BACKEND)}), got {comm!r}"
+            f"comm must be 'fused', 'baseline', 'auto' or a backend ({', '.join(DEVICES_OF_BACKEND)}), got {comm!r}"
         )
-    if named and DEVICE_OF_BACKEND[comm] != device.type:
-        raise ValueError(f"backend '{comm}' takes {DEVICE_OF_BACKEND[comm]} tensors, got one on {device}")
+    if named and device.type not in _devices(comm):
+        raise ValueError(f"backend '{comm}' takes {_devices(comm)[0]} tensors, got one on {device}")
     problem = _problem(operator, backend, device, group)
     if problem is None:
         return _use(operator, backend, "asked for" if named else "fused", phase)
@@ -88,11 +88,24 @@ def _problem(operator: str, backend: str, device: torch.device, group: GroupCont
         return f"no fused backend for {device.type} tensors"
     if not _exists(operator, backend):
         return f"the {backend} backend has no {operator}"
-    if backend == "cuda":
+    if backend == "cuda" or (backend == "unfused" and device.type == "cuda"):
         from fused_ops.symmetric.cuda_memory import why_unavailable
 
         return why_unavailable(group, device)
+    if backend == "triton":
+        from fused_ops.backends.triton import availability
+
+        return availability.why_unavailable(group, device)
     return group.unreachable
+
+
+def _devices(backend: str) -> tuple[str, ...]:
+    """Types of the devices whose tensors a backend takes."""
+    if backend == "triton":
+        from fused_ops.backends.triton import availability
+
+        return (availability.device_type(),)
+    return DEVICES_OF_BACKEND[backend]
 
 
 @functools.cache

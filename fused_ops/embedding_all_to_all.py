@@ -11,17 +11,20 @@ features' summed width; total_dim columns over all ranks):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_ops import host_values
 import fused_ops.embedding_backward  # noqa: F401  (registers the operators that backward calls)
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.embedding_layout import EmbeddingLayout
 from fused_ops.embedding_optimizer import FusedOptimizer
+from fused_ops.embedding_policy import describe
 from fused_ops.symmetric.group import context, group_name, resolve
 
 # Keeps the graph connected on a rank without tables, and where the tables are no leaves: every rank runs backward.
@@ -60,8 +63,9 @@ def embedding_all_to_all(
     average_over_ranks: divide the output gradient by W, as TorchRec and DDP do. Equal on all ranks.
     out_of_range: "error" names table and value; "clamp" to the nearest row; "hash" takes the index modulo the rows.
     channel: calls on one channel of a group are issued in the same order on every rank.
-    comm: "fused", "baseline" (FBGEMM or torch, then `all_to_all_single`), "unfused" (the fused backend's lookups, then its
-        All-to-All, then a reorder), or a backend's name.
+    comm: "fused", "baseline" (FBGEMM or torch, then `all_to_all_single`), "auto" (whose forward of the two is the faster,
+        measured once for each dtype and power of two of samples, features and columns; backward follows), "unfused" (the
+        fused backend's lookups, then its All-to-All, then a reorder), or a backend's name.
     returns [b, total_dim] of layout.dtype: the caller's, no later call changes it.
 
     Inputs are never changed. Sums run in fp32 in a fixed order, whatever the number of threads. Backward happens on every
@@ -120,10 +124,14 @@ def _embedding_all_to_all(
     require_fused: bool,
 ) -> Tensor:
     ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx)
     lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
     update = OptimizerInputs(optimizer, states, learning_rate, constants)
-    return backend.embedding_all_to_all(EmbeddingInputs(*lookups, ctx.rank, ctx.world), update, ctx, channel)
+    given = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+
+    def run(backend: ModuleType) -> Tensor:
+        return backend.embedding_all_to_all(given, update, ctx, channel)
+
+    return run(choose(OPERATOR, comm, require_fused, indices.device, ctx, describe=describe(given, channel, run)))
 
 
 @_embedding_all_to_all.register_fake
@@ -149,7 +157,7 @@ def _save(ctx, inputs, output):
         ctx.comm,
         ctx.require_fused,
     ) = rest
-    ctx.learning_rate = None if learning_rate is None else learning_rate.clone()
+    ctx.learning_rate = None if learning_rate is None else host_values.clone(learning_rate)
 
 
 def _backward(ctx, output_grad):

@@ -20,6 +20,7 @@ from torch import Tensor
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
+from fused_ops.embedding_policy import describe
 from fused_ops.symmetric.group import context, resolve
 
 
@@ -43,9 +44,9 @@ def _gradient(
 ) -> tuple[Tensor, Tensor]:
     """The output gradient [b, total_dim] -> ([B, D] on the table owners, the lookups in order of their row [nnz] int64)."""
     ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradient")
     lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
     inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, "gradient", describe(inputs, channel))
     return backend.embedding_all_to_all_gradient(grad, inputs, average_over_ranks, ctx, channel)
 
 
@@ -84,9 +85,9 @@ def _update(
 ) -> Tensor:
     """Apply the optimizer. Returns the gradient of per_sample_weights [nnz] (from the tables before the update), or [0]."""
     ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="update")
     lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
     inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, "update", describe(inputs, channel))
     update = OptimizerInputs(optimizer, states, learning_rate, constants)
     return backend.embedding_update(grad, order, inputs, update, weight_gradient, ctx, channel)
 
@@ -119,9 +120,9 @@ def _gradients(
 ) -> list[Tensor]:
     """Dense gradients of the tables numbered in `wanted`, then the gradient of per_sample_weights ([nnz], or [0])."""
     ctx = context(group)
-    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, phase="gradients")
     lookups = (tables, indices, offsets, per_sample_weights, feature_tables, layout, dtype, pooling, out_of_range)
     inputs = EmbeddingInputs(*lookups, ctx.rank, ctx.world)
+    backend = choose(OPERATOR, comm, require_fused, indices.device, ctx, "gradients", describe(inputs, channel))
     return backend.embedding_gradients(grad, order, inputs, wanted, weight_gradient, ctx, channel)
 
 

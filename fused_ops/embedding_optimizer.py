@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fused_ops.host_values import remember
+
 # Shapes of the states that a table of [rows, dim] has, all float32. Adam has one more for all tables: its step, int64 [1].
 TABLE_STATES: dict[str, tuple[str, ...]] = {
     "sgd": (),
@@ -55,6 +57,7 @@ class FusedOptimizer:
         # A tensor, so that a compiled or captured graph reads today's value instead of the one it was traced with.
         self.learning_rate_tensor = torch.tensor([float(learning_rate)], dtype=torch.float32, device=device)
         self._learning_rate = float(learning_rate)
+        remember(self.learning_rate_tensor, self._learning_rate)
 
     @property
     def learning_rate(self) -> float:
@@ -65,6 +68,7 @@ class FusedOptimizer:
         if value != self._learning_rate:
             self._learning_rate = float(value)
             self.learning_rate_tensor.fill_(value)
+            remember(self.learning_rate_tensor, self._learning_rate)
 
     @staticmethod
     def make_states(kind: str, tables: Sequence[Tensor]) -> list[Tensor]:

@@ -9,9 +9,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def remember(tensor: Tensor, value: float) -> None:
-    """`tensor`, of one element, holds `value` until it is next written to."""
-    _known[tensor] = (tensor._version, value)
+def remember(tensor: Tensor, value: float, announced_writes: int = 0) -> None:
+    """`tensor`, of one element, holds `value` until it is next written to.
+
+    announced_writes: what torch will count as writes before the next look, and is none: an operator whose schema says that it
+    changes the tensor counts as one before it begins.
+    """
+    _known[tensor] = (tensor._version + announced_writes, value)
 
 
 def host_value(tensor: Tensor, what: str) -> float:

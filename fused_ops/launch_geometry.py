@@ -13,6 +13,6 @@ def set_num_sms(num_sms: int | None) -> None:
     _num_sms = num_sms
 
 
-def num_blocks(tiles: int, default_sms: int, blocks_an_sm: int = 1) -> int:
-    """Blocks for a kernel that claims `tiles` blocks' worth of tiles and wants up to `default_sms` SMs."""
-    return max(1, min(tiles, blocks_an_sm * min(default_sms, _num_sms or default_sms)))
+def num_blocks(tiles: int, sms: int) -> int:
+    """Blocks, of one an SM, for a kernel that claims `tiles` blocks' worth of tiles and may fill up to `sms` SMs."""
+    return max(1, min(tiles, sms, _num_sms or sms))

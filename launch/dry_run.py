@@ -71,8 +71,8 @@ def _table_bytes(config: RunConfig, plan: list, world: int) -> list[tuple[int, i
     weights = bytes_per_rank(plan, world)
     element = {"fp32": 4, "fp16": 2}[config.model.embedding_dtype]
     states = [0] * world
-    if config.optim.name == "adagrad":
-        states = [4 * size // element for size in weights]
+    if config.optim.name in ("adagrad", "adam"):
+        states = [4 * size // element * (2 if config.optim.name == "adam" else 1) for size in weights]
     elif config.optim.name == "rowwise_adagrad":
         for table in plan:
             for rank in table.ranks:
@@ -81,5 +81,5 @@ def _table_bytes(config: RunConfig, plan: list, world: int) -> list[tuple[int, i
 
 
 def _dense_bytes(config: RunConfig, parameters: int) -> int:
-    """fp32 weights, gradients and, for Adagrad, one state each."""
-    return 4 * parameters * (2 if config.optim.name == "sgd" else 3)
+    """fp32 weights, gradients and what the optimizer keeps of each: one state, for Adam two."""
+    return 4 * parameters * {"sgd": 2, "adam": 4}.get(config.optim.name, 3)

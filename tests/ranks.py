@@ -26,6 +26,10 @@ _context = multiprocessing.get_context("forkserver")  # imports torch once, not 
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fused_ops", "pytest"])
 
 
+# As `env` of ranks that are killed inside a kernel: killing one client of an MPS daemon can take the others down.
+WITHOUT_MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
+
+
 class RankError(AssertionError):
     """A rank raised, died, or did not finish in time; the message holds its traceback."""
 
@@ -122,6 +126,16 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if message[0] == "result" else 1)
+
+
+def take_card() -> Any:
+    """On a rank: the device it is to use, made current; the ranks share the cards evenly, and each card by grid size."""
+    import torch
+
+    from trainers import card
+
+    ranks_per_gpu = -(-int(os.environ["WORLD_SIZE"]) // max(1, torch.cuda.device_count()))
+    return card.take_card(int(os.environ["LOCAL_RANK"]), ranks_per_gpu)
 
 
 def _leave_cleanly() -> None:

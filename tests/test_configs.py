@@ -61,6 +61,8 @@ def test_every_file_composes_and_passes_the_rules(group: str, option: str, tmp_p
     overrides = [f"{group}={option}"]
     if (group, option) in {("model", "dlrm_operator_benchmark"), ("model", "dlrm_mlperf_dcnv2")}:
         overrides.append("data=random")
+    if option == "adam":
+        overrides.append("trainer.device=cuda")
     config = composed(*overrides)
     if config.data.kind == "criteo":
         config.data.path = str(tmp_path)

@@ -261,5 +261,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _schedule,
     _resume,
     _shared_card,
-    _device,
+    _adam,
 )

@@ -44,7 +44,8 @@ def _follows_from_another(error: BaseException) -> bool:
     if isinstance(error, (TerminatedError, fused_ops.CommunicationError)):
         return True
     return isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("Connection closed", "Connection reset", "gloo", "Broken pipe", "pair closure")
+        word in str(error)
+        for word in ("Connection closed", "Connection reset", "gloo", "NCCL", "Broken pipe", "pair closure")
     )
 
 

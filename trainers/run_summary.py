@@ -39,7 +39,7 @@ _DISTRIBUTIONS = ("fusecomm", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu
 class RunFacts:
     """What a summary says that step records do not."""
 
-    comm: str  # fused | baseline, as configured
+    comm: str  # fused | baseline | auto, as configured
     ranks: int
     seed: int
     model: str
@@ -154,9 +154,10 @@ def counter_rows(counters: Mapping[tuple[str, str, str], int]) -> list[dict[str,
 
 def backend_that_ran(rows: Iterable[Mapping[str, Any]]) -> str | None:
     """The backends of `counter_rows` by name, joined by `+` where calls went to several; None where nothing was
-    counted.
+    counted. Which kernels baseline took (`<operator>_kernels`) is another question.
     """
-    return "+".join(sorted({row["backend"] for row in rows if row["calls"]})) or None
+    ran = {row["backend"] for row in rows if row["calls"] and not row["operator"].endswith("_kernels")}
+    return "+".join(sorted(ran)) or None
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,8 @@
 // memory, poison the output and return.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include "cuda_link.cuh"
 
 namespace fused_ops {
@@ -26,14 +28,17 @@ struct State {
   int32_t failed, failed_phase, failed_peer;        // of the running call
   int32_t broken;        // a timeout happened: no later call can work
   int32_t halted;        // a call failed and the host has not raised it yet: gradients and updates are suppressed
+  int64_t timeout_ns;    // here rather than in the record: many warps read it, and each read of host memory takes a microsecond
   uint64_t work_done_ns, wait_ns;
   BadValue bad;
   uint32_t tiles_done[kMaxRanks * kMaxSlices];
+  // What one warp of the device has found out for all, by epoch: only it looks at the link, which may be a slow one to look at.
+  uint32_t asking[kMaxRanks], watching[kMaxRanks * kMaxSlices];         // the epoch in which a warp took that upon itself
+  uint64_t destination[kMaxRanks], arrived[kMaxRanks * kMaxSlices];     // {epoch, place}, {epoch, tag}
 };
 
 // In pinned host memory. The host clears `serial` when it has read a record; the device writes one only when it is clear.
 struct Record {
-  int64_t timeout_ns;
   uint64_t wait_ns;      // total time that calls waited beyond their own work
   uint32_t serial;
   int32_t code, phase, peer;
@@ -57,6 +62,7 @@ struct CallParams {
   int32_t heeds_halt;    // refuse to run while `halted`
   int32_t slices;        // parts a destination's data is sent in
   int32_t local_first_warps;  // warps a block that do this rank's own tiles before those for remote ranks
+  int32_t receive_first_blocks;  // blocks of which one warp delivers what arrives while the others send
 };
 constexpr uint32_t kNone = 0xFFFFFFFFu;
 
@@ -81,9 +87,24 @@ __device__ __forceinline__ void fail_value(State* s, int code, int rank, int64_t
   if (fail_call(s, code, kData, rank)) s->bad = {feature, position, value};
 }
 
+constexpr int kSharedMemoryPercent = 43;  // 100 KB of the 228 that an SM of Hopper has
+
+// Loads a kernel that waits before anything waits for it: a lazy load would wait behind a kernel that spins. And sets its SMs
+// to a share of shared memory that most kernels can do with, since one that needs more gets in only when an SM is empty; the
+// rest takes the loads under way.
+template <class Kernel>
+int prepare(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel);
+  if (e != cudaSuccess) return static_cast<int>(e);
+  return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedMemoryPercent));
+}
+
 struct Shared {
   char* destination[kMaxRanks];                  // null until it is known
   uint32_t end[2][kMaxRanks * kMaxSlices];       // kSends, kReceives: end of each (slice, peer)'s tiles in claim order
+  uint32_t sending[kMaxRanks * kMaxSlices];      // warps of the block that are at a (slice, peer)
+  uint32_t sent[kMaxRanks * kMaxSlices];         // tiles that the block has stored and not yet reported
   uint32_t warps_done;
   int32_t last;
 };
@@ -118,6 +139,7 @@ class Call {
     for (int k = threadIdx.x; k < pairs; k += blockDim.x) {
       shared->end[0][k] = send_tiles(peer_of(k), k / remote);
       shared->end[1][k] = receive_tiles(peer_of(k), k / remote);
+      shared->sending[k] = shared->sent[k] = 0;
     }
     for (int r = threadIdx.x; r < p.link.world; r += blockDim.x) shared->destination[r] = nullptr;
     if (threadIdx.x == 0) shared->warps_done = 0;
@@ -130,16 +152,24 @@ class Call {
     const uint32_t sends = pairs ? shared->end[0][pairs - 1] : 1, receives = pairs ? shared->end[1][pairs - 1] : 0;
 
     auto do_sends = [&] {
+      int sending = -1;         // the (slice, peer) that this warp's last tiles were of, and how many they were
+      uint32_t tiles_sent = 0;
       drain(kSends, sends, [&](uint32_t tile) {
         if (tile == 0) return open();
-        const int k = find(0, pairs, tile), peer = peer_of(k), slice = k / remote;
-        const uint32_t begin = k ? shared->end[0][k - 1] : 1;
+        const int k = find(0, pairs, tile), peer = peer_of(k);
+        if (k != sending) {
+          leave_slice(sending, tiles_sent);
+          sending = k;
+          tiles_sent = 0;
+          if (lane() == 0) atomicAdd(&shared->sending[k], 1u);
+        }
         char* to = destination(peer);
         if (to == nullptr) return false;
-        send(to, peer, slice, tile - begin);
-        tile_sent(peer, slice, shared->end[0][k] - begin);
+        send(to, peer, k / remote, tile - (k ? shared->end[0][k - 1] : 1));
+        ++tiles_sent;
         return true;
       });
+      leave_slice(sending, tiles_sent);
     };
     auto do_local = [&] {
       drain(kLocal, local_tiles, [&](uint32_t tile) {
@@ -156,7 +186,7 @@ class Call {
       });
     };
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    if (copies_out && warp == warps - 1) do_receives();  // delivery overlaps with the sends
+    if (copies_out && warp == warps - 1 && blockIdx.x < p.receive_first_blocks) do_receives();
     if (warp < p.local_first_warps) do_local();
     do_sends();
     do_local();
@@ -184,7 +214,7 @@ class Call {
     __device__ bool operator()() {
       if (call.stopped()) return true;
       const uint64_t now = now_ns();
-      if (end == 0) end = now + static_cast<uint64_t>(*reinterpret_cast<volatile int64_t*>(&call.p.record->timeout_ns));
+      if (end == 0) end = now + static_cast<uint64_t>(call.p.state->timeout_ns);
       return timed_out = now > end;
     }
     __device__ int code() const { return timed_out ? kTimeout : kOk; }
@@ -248,59 +278,77 @@ class Call {
 
   // Where `peer` receives, once it has said so; null when the call has failed. Every lane gets it.
   __device__ char* destination(int peer) {
-    char* known = *static_cast<char* volatile*>(&shared->destination[peer]);
-    if (__all_sync(kAllLanes, known != nullptr)) return known;
     uint64_t found = 0;
     if (lane() == 0) {
-      const PeerEntry* entry = p.link.inbox(peer);
-      uint32_t tag = 0, place = 0;
-      Deadline deadline(*this);
-      // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
-      for (bool settled = false; !settled;) {
-        settled = true;
-        if (!wait(&entry->credit_tag, epoch, &tag, deadline)) {
-          fail(deadline.code(), kCredit, peer);
-        } else if (tag == kAbortTag) {
-          fail(kRejected, kCredit, peer);
-        } else if ((tag & ~kPredicted) == p.tag) {
-          if (wait(&entry->credit_place, epoch, &place, deadline)) found = reinterpret_cast<uint64_t>(p.link.locate(peer, place));
-          else fail(deadline.code(), kCredit, peer);
-        } else if (!(tag & kPredicted)) {
-          fail(kBadTag, kCredit, peer);
-        } else if (deadline()) {
-          fail(deadline.code(), kCredit, peer);
-        } else {
-          settled = false;
-        }
-      }
-      if (found) *static_cast<char* volatile*>(&shared->destination[peer]) = reinterpret_cast<char*>(found);
+      auto* known = static_cast<char* volatile*>(&shared->destination[peer]);
+      uint32_t place;
+      if (*known == nullptr && found_out(&p.state->asking[peer], &p.state->destination[peer], [&](uint32_t* out) { return ask(peer, out); }, &place))
+        *known = p.link.locate(peer, place);
+      found = reinterpret_cast<uint64_t>(*known);
     }
     return reinterpret_cast<char*>(__shfl_sync(kAllLanes, found, 0));
   }
 
-  // The warp has stored one of the `tiles` of a slice; the last one raises the peer's flag.
-  __device__ void tile_sent(int peer, int slice, uint32_t tiles) {
+  // One thread: something that one warp of the device asks the link for, by `find`, and the others hear from it. False when the
+  // call has failed.
+  template <class Find>
+  __device__ bool found_out(uint32_t* asking, uint64_t* answer, Find&& find, uint32_t* low) {
+    if (static_cast<uint32_t>(load_relaxed(answer) >> 32) != epoch && atomicExch(asking, epoch) != epoch) {
+      if (!find(low)) return false;
+      store_release(answer, word(epoch, *low));
+      return true;
+    }
+    return wait(answer, epoch, low, [&] { return stopped(); });
+  }
+
+  __device__ bool ask(int peer, uint32_t* place) {
+    const PeerEntry* entry = p.link.inbox(peer);
+    uint32_t tag = 0;
+    Deadline deadline(*this);
+    // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
+    for (;;) {
+      if (!wait(&entry->credit_tag, epoch, &tag, deadline)) return fail(deadline.code(), kCredit, peer);
+      if (tag == kAbortTag) return fail(kRejected, kCredit, peer);
+      if ((tag & ~kPredicted) == p.tag) return wait(&entry->credit_place, epoch, place, deadline) || fail(deadline.code(), kCredit, peer);
+      if (!(tag & kPredicted)) return fail(kBadTag, kCredit, peer);
+      if (deadline()) return fail(deadline.code(), kCredit, peer);
+    }
+  }
+
+  // The warp has stored so many tiles of a (slice, peer). The last warp of the block to leave it reports for all, since a
+  // report waits for the stores to arrive; the last report raises the peer's flag.
+  __device__ void leave_slice(int k, uint32_t tiles_sent) {
     __syncwarp();
-    if (lane() != 0) return;
-    __threadfence_system();
-    if (atomicAdd(&p.state->tiles_done[peer * kMaxSlices + slice], 1u) + 1 != tiles) return;
-    __threadfence_system();
+    if (lane() != 0 || k < 0) return;
+    __threadfence_block();
+    atomicAdd(&shared->sent[k], tiles_sent);
+    if (atomicSub(&shared->sending[k], 1u) != 1) return;
+    const uint32_t reported = atomicExch(&shared->sent[k], 0u);
+    if (reported == 0) return;
+    __threadfence_block();
+    const int peer = peer_of(k), slice = k / (p.link.world - 1);
+    const uint32_t tiles = shared->end[0][k] - (k ? shared->end[0][k - 1] : 1);
+    if (add_acquire_release(&p.state->tiles_done[peer * kMaxSlices + slice], reported) + reported != tiles) return;
     stress_delay(peer);
-    signal(&p.link.outbox(peer)->flag[slice], epoch, p.tag);
+    signal(p.link.outbox(peer)->flag(epoch, slice), epoch, p.tag);
   }
 
   // True once that slice is here. Every lane gets the answer, and may read the slice.
   __device__ bool wait_source(int source, int slice) {
     int ok = 0;
     if (lane() == 0) {
-      uint32_t tag = 0;
-      Deadline deadline(*this);
-      if (!wait(&p.link.inbox(source)->flag[slice], epoch, &tag, deadline)) fail(deadline.code(), kData, source);
-      else if (tag == kAbortTag) fail(kRejected, kData, source);
-      else if (tag != p.tag) fail(kBadTag, kData, source);
-      else ok = 1;
+      const int k = source * kMaxSlices + slice;
+      uint32_t tag;
+      ok = found_out(&p.state->watching[k], &p.state->arrived[k], [&](uint32_t* out) { return watch(source, slice, out); }, &tag);
     }
     return __shfl_sync(kAllLanes, ok, 0);
+  }
+
+  __device__ bool watch(int source, int slice, uint32_t* tag) {
+    Deadline deadline(*this);
+    if (!wait(p.link.inbox(source)->flag(epoch, slice), epoch, tag, deadline)) return fail(deadline.code(), kData, source);
+    if (*tag == kAbortTag) return fail(kRejected, kData, source);
+    return *tag == p.tag || fail(kBadTag, kData, source);
   }
 
   // The time of the last warp to have no work left but waiting and delivery.
@@ -309,7 +357,10 @@ class Call {
     atomicMax(reinterpret_cast<unsigned long long*>(&p.state->work_done_ns), static_cast<unsigned long long>(now_ns()));
   }
 
-  __device__ void fail(int code, int phase, int peer) { fail_call(p.state, code, phase, peer); }
+  __device__ bool fail(int code, int phase, int peer) {
+    fail_call(p.state, code, phase, peer);
+    return false;
+  }
 
   // Every block's last act. The last block to come here ends the call: on failure it tells the peers, poisons the output and
   // leaves the record; then it posts the next credit and advances the epoch.
@@ -357,7 +408,7 @@ class Call {
       const int peer = peer_of(k), slice = k / remote;
       PeerEntry* entry = p.link.outbox(peer);
       if (slice >= p.slices || s->tiles_done[peer * kMaxSlices + slice] != shared->end[0][k] - (k ? shared->end[0][k - 1] : 1))
-        signal(&entry->flag[slice], epoch, kAbortTag);
+        signal(entry->flag(epoch, slice), epoch, kAbortTag);
       if (slice == 0 && s->opened != epoch) {
         store_release(&entry->credit_place, word(epoch, p.place));
         signal(&entry->credit_tag, epoch, kAbortTag);
@@ -369,13 +420,13 @@ class Call {
     uint64_t late = 0;
     if (threadIdx.x == 0) {
       const uint64_t start = now_ns();
-      const uint64_t limit = broken() ? 0 : static_cast<uint64_t>(p.record->timeout_ns);
+      const uint64_t limit = broken() ? 0 : static_cast<uint64_t>(s->timeout_ns);
       for (int k = 0; k < remote; ++k) {
         const int peer = peer_of(k);
         int slices = 1;
         for (int slice = 0; slice < slices; ++slice) {
           uint32_t tag;
-          if (!wait(&p.link.inbox(peer)->flag[slice], epoch, &tag, [&] { return now_ns() - start > limit; })) {
+          if (!wait(p.link.inbox(peer)->flag(epoch, slice), epoch, &tag, [&] { return now_ns() - start > limit; })) {
             late |= 1ull << peer;
             break;
           }

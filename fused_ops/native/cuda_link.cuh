@@ -22,7 +22,12 @@ struct PeerEntry {
   uint64_t credit_place;      // {epoch, place}: where its output slot of that epoch is
   uint64_t credit_tag;        // {epoch, tag}: stored after the place, for which layout the place stands
   uint64_t unused[6];
-  uint64_t flag[kMaxSlices];  // {epoch, tag}: that slice of its data of that epoch is in this rank's memory
+  // {epoch, tag}: that slice of its data of that epoch is in this rank's memory. By the epoch's parity, since a rank that has
+  // finished an epoch may call off the next one while a slower peer still looks for the flags of this one; the one after next
+  // it can only end once that peer has ended the next.
+  uint64_t flags[2][kMaxSlices];
+
+  __device__ uint64_t* flag(uint32_t epoch, int slice) { return &flags[epoch & 1][slice]; }
 };
 
 struct Link {
@@ -45,6 +50,13 @@ __device__ __forceinline__ uint64_t word(uint32_t epoch, uint32_t low) { return 
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// For polling: an acquire load would empty the SM's first-level cache every time.
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 
@@ -106,20 +118,24 @@ static __device__ __noinline__ void put_slice(char* to, int64_t to_stride, const
 
 __device__ __forceinline__ void put_slice(char* to, const char* from, int bytes) { put_slice(to, 0, from, 0, 1, bytes); }
 
-// One thread, after the warp's stores and a __syncwarp(): what was stored is visible before the flag.
-__device__ __forceinline__ void signal(uint64_t* flag, uint32_t epoch, uint32_t low) {
-  __threadfence_system();
-  store_release(flag, word(epoch, low));
+// Adds to a counter of this device; what this thread has seen stored, before or by the other warps that have added, is stored
+// for every device of the system before what it stores next.
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.sys.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
 }
+
+// One thread, after the warp's stores and a __syncwarp(): what was stored is visible before the flag.
+__device__ __forceinline__ void signal(uint64_t* flag, uint32_t epoch, uint32_t low) { store_release(flag, word(epoch, low)); }
 
 // One thread: polls until the flag carries this epoch. False when `give_up()` says so. Exactly this epoch counts: a flag
 // of another call never satisfies the wait.
 template <class GiveUp>
 __device__ __forceinline__ bool wait(const uint64_t* flag, uint32_t epoch, uint32_t* low, GiveUp&& give_up) {
   for (int polls = 0;; ++polls) {
-    const uint64_t v = load_acquire(flag);
-    if (static_cast<uint32_t>(v >> 32) == epoch) {
-      *low = static_cast<uint32_t>(v);
+    if (static_cast<uint32_t>(load_relaxed(flag) >> 32) == epoch) {
+      *low = static_cast<uint32_t>(load_acquire(flag));
       return true;
     }
     if (polls > 16) __nanosleep(64);

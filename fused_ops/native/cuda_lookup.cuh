@@ -41,86 +41,91 @@ __device__ __forceinline__ int64_t valid_row(int64_t index, int64_t rows, int po
 }
 
 // Bags [first_bag, first_bag + count) of feature f: `out` is the first one's row, at the feature's column. The lanes of a row
-// run through the lookups of all their bags in one go, so that short bags have as many loads under way as long ones.
+// run through the lookups of all their bags in one go, so that short bags have as many loads under way as long ones; each of
+// the lanes reads and checks one index, and hands it to the others.
 // A function of its own: a kernel has several uses of it, and inlined they would share its registers.
 template <class T, class Raw, class Index>
 __device__ __noinline__ void pool_bags(const Lookups& l, const Feature& f, int64_t first_bag, int count, char* out, int64_t out_stride,
                                        State* state, int rank) {
   constexpr int kCount = Pack<T, Raw>::kCount;
-  const int lanes = f.lanes, groups = 32 / lanes, each = (count + groups - 1) / groups;
+  const int lanes = f.lanes, l0 = lane() % lanes, groups = 32 / lanes, each = (count + groups - 1) / groups;
+  const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() - l0);
   const int first = min(lane() / lanes * each, count), num_bags = min(each, count - first);
   if (num_bags == 0) return;
   const auto* offsets = static_cast<const Index*>(l.offsets) + first_bag + first;
-  const int64_t start = offsets[0], stop = offsets[num_bags], rows = f.rows, row_bytes = static_cast<int64_t>(f.dim) * sizeof(T);
-  const bool reports = lane() % lanes == 0;
+  const int64_t start = offsets[0], stop = offsets[num_bags], rows = f.rows;
+  const uint32_t row_bytes = static_cast<uint32_t>(f.dim) * sizeof(T);
+  auto report = [&](int code, int64_t position, int64_t value) {
+    fail_value(state, code, rank, first_bag / l.batch, position, value);
+  };
   if (start < 0 || stop < start || stop > l.nnz) {
-    if (reports) fail_value(state, kBadOffset, rank, first_bag / l.batch, first_bag + first + num_bags, stop);
+    if (l0 == 0) report(kBadOffset, first_bag + first + num_bags, stop);
     return;
   }
   const auto* indices = static_cast<const Index*>(l.indices) + start;
   const float* weights = l.weights ? l.weights + start : nullptr;
-  const int num_lookups = static_cast<int>(stop - start), policy = l.policy;
+  const int num_lookups = static_cast<int>(stop - start), vectors = f.dim / kCount;
+  if (rows == 0 && num_lookups > 0) {
+    if (l0 == 0) report(kBadIndex, start, static_cast<int64_t>(indices[0]));
+    return;
+  }
   const bool mean = l.mean;
   out += first * out_stride;
 
-  const int vectors = f.dim / kCount;
-  for (int c = lane() % lanes; c < vectors; c += lanes) {
-    const char* table = f.table + static_cast<int64_t>(c) * sizeof(Raw);
+  for (int c = l0; c - l0 < vectors; c += lanes) {  // with all lanes, which hand each other indices
+    const bool active = c < vectors;
+    const char* table = f.table + static_cast<int64_t>(active ? c : 0) * sizeof(Raw);
     char* to = out + static_cast<int64_t>(c) * sizeof(Raw);
     float sum[kCount] = {};
-    int bag = 0, begin = 0, end = static_cast<int>(offsets[1] - start), bad_offset = -1, bad_index = -1;
+    int bag = 0, begin = 0, end = static_cast<int>(offsets[1] - start);
     auto finish_bag = [&] {
       if (mean && end - begin > 1) {
         const float scale = 1.0f / static_cast<float>(end - begin);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sum[i] *= scale;
       }
-      put(reinterpret_cast<Raw*>(to), Pack<T, Raw>::pack(sum));
+      if (active) put(reinterpret_cast<Raw*>(to), Pack<T, Raw>::pack(sum));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
       to += out_stride;
       begin = end;
       if (++bag < num_bags) {
         end = static_cast<int>(offsets[bag + 1] - start);
-        if (end < begin) bad_offset = bag + 1;
+        if (end < begin && l0 == 0) report(kBadOffset, first_bag + first + bag + 1, start + end);
       }
     };
-    Index index[kRowsInFlight];
-    auto load_indices = [&](int from) {
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) index[u] = from + u < num_lookups ? __ldg(indices + from + u) : 0;
-    };
-    load_indices(0);
-    for (int j = 0; j < num_lookups; j += kRowsInFlight) {
-      Raw row[kRowsInFlight];
-      float factor[kRowsInFlight];
-#pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        const int64_t valid = j + u < num_lookups ? valid_row(index[u], rows, policy) : -1;
-        row[u] = Raw();
-        factor[u] = 1.0f;
-        if (valid >= 0) row[u] = __ldcg(reinterpret_cast<const Raw*>(table + valid * row_bytes));
-        else if (j + u < num_lookups) bad_index = j + u;
-        if (weights && j + u < num_lookups) factor[u] = __ldg(weights + j + u);
+    Index next = l0 < num_lookups ? __ldg(indices + l0) : 0;
+    for (int base = 0; base < num_lookups; base += lanes) {
+      const int mine = base + l0, size = min(lanes, num_lookups - base);
+      int64_t index = next;
+      if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(rows)) {
+        const int64_t valid = valid_row(index, rows, l.policy);
+        if (valid < 0) report(kBadIndex, start + mine, index);
+        index = max(valid, int64_t{0});
       }
-      load_indices(j + kRowsInFlight);
+      const uint32_t row_number = static_cast<uint32_t>(index);
+      const float factor = weights && mine < num_lookups ? __ldg(weights + mine) : 1.0f;
+      next = mine + lanes < num_lookups ? __ldg(indices + mine + lanes) : 0;
+      for (int k = 0; k < size; k += kRowsInFlight) {
+        Raw row[kRowsInFlight];
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        if (j + u >= num_lookups) break;
-        while (bag < num_bags && end <= j + u) finish_bag();
-        float value[kCount];
-        Pack<T, Raw>::unpack(row[u], value);
+        for (int u = 0; u < kRowsInFlight; ++u) {  // past the end the last row again, rather than a branch
+          const uint32_t number = __shfl_sync(mask, row_number, min(k + u, size - 1), lanes);
+          row[u] = __ldcg(reinterpret_cast<const Raw*>(table + static_cast<uint64_t>(number) * row_bytes));
+        }
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sum[i] = fmaf(factor[u], value[i], sum[i]);
+        for (int u = 0; u < kRowsInFlight; ++u) {
+          if (k + u >= size) break;
+          while (bag < num_bags && end <= base + k + u) finish_bag();
+          float value[kCount];
+          Pack<T, Raw>::unpack(row[u], value);
+          const float scale = weights ? __shfl_sync(mask, factor, k + u, lanes) : 1.0f;
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) sum[i] = fmaf(scale, value[i], sum[i]);
+        }
       }
     }
     while (bag < num_bags) finish_bag();
-    if (reports && bad_index >= 0)
-      fail_value(state, kBadIndex, rank, first_bag / l.batch, start + bad_index, static_cast<int64_t>(indices[bad_index]));
-    if (reports && bad_offset >= 0) {
-      const int64_t at = first_bag + first + bad_offset;
-      fail_value(state, kBadOffset, rank, first_bag / l.batch, at, static_cast<int64_t>(offsets[bad_offset]));
-    }
   }
 }
 

@@ -45,6 +45,17 @@ __device__ __forceinline__ float rate_of(const Applied<kOptimizer>& o, float* ro
   return o.rate / (sqrtf(state) + o.eps);
 }
 
+// Where a row lies that is to be changed, and its states: [dim] each, row-wise Adagrad's state is one float.
+struct RowPlace {
+  char* weights;
+  float *state, *second_state;
+
+  __device__ __forceinline__ static RowPlace of(const Target& t, int optimizer, int64_t row, int dim, int element_bytes) {
+    const int64_t at = row * dim;
+    return {t.rows + at * element_bytes, t.state + (optimizer == kRowwiseAdagrad ? row : at), t.second_state + at};
+  }
+};
+
 // A lane's part of a row: kCount elements from `column` on.
 template <int kOptimizer, class T, class Raw>
 struct RowPart {
@@ -53,15 +64,15 @@ struct RowPart {
   float state[kOptimizer == kAdagrad || kOptimizer == kAdam ? kCount : 1];
   float second[kOptimizer == kAdam ? kCount : 1];
 
-  // What can be read before the sum is known, so that its latency is hidden. `at`: the element's place in its table.
-  __device__ __forceinline__ void load(const Target& t, int64_t at) {
-    if constexpr (kOptimizer != kPlain) weights = __ldcg(reinterpret_cast<const Raw*>(t.rows + at * sizeof(T)));
-    if constexpr (kOptimizer == kAdagrad || kOptimizer == kAdam) load_floats<kCount>(t.state + at, state);
-    if constexpr (kOptimizer == kAdam) load_floats<kCount>(t.second_state + at, second);
+  // What can be read before the sum is known, so that its latency is hidden.
+  __device__ __forceinline__ void load(const RowPlace& place, int column) {
+    if constexpr (kOptimizer != kPlain) weights = __ldcg(reinterpret_cast<const Raw*>(place.weights + column * sizeof(T)));
+    if constexpr (kOptimizer == kAdagrad || kOptimizer == kAdam) load_floats<kCount>(place.state + column, state);
+    if constexpr (kOptimizer == kAdam) load_floats<kCount>(place.second_state + column, second);
   }
 
-  __device__ __forceinline__ void apply(const Applied<kOptimizer>& o, const Target& t, int64_t at, const float* sum, float rate) {
-    auto* to = reinterpret_cast<Raw*>(t.rows + at * sizeof(T));
+  __device__ __forceinline__ void apply(const Applied<kOptimizer>& o, const RowPlace& place, int column, const float* sum, float rate) {
+    auto* to = reinterpret_cast<Raw*>(place.weights + column * sizeof(T));
     if constexpr (kOptimizer == kPlain) {
       *to = Pack<T, Raw>::pack(sum);
     } else {
@@ -81,8 +92,8 @@ struct RowPart {
         }
       }
       *to = Pack<T, Raw>::pack(w);
-      if constexpr (kOptimizer == kAdagrad || kOptimizer == kAdam) store_floats<kCount>(t.state + at, state);
-      if constexpr (kOptimizer == kAdam) store_floats<kCount>(t.second_state + at, second);
+      if constexpr (kOptimizer == kAdagrad || kOptimizer == kAdam) store_floats<kCount>(place.state + column, state);
+      if constexpr (kOptimizer == kAdam) store_floats<kCount>(place.second_state + column, second);
     }
   }
 };

@@ -38,6 +38,11 @@ MAX_SLICES = 8
 SLICE_BYTES = (
     1 << 18
 )  # data for one peer is cut where delivery can overlap with sending, into parts not smaller than this
+RECEIVE_FIRST_BLOCKS = {
+    "peer": 0,
+    "pinned": 16,
+}  # from host memory delivery takes as long as sending, and overlaps with it
+SPARE_SMS = 8  # of a device, left to kernels that are no part of a call
 OPERATORS = {"all_to_all": 1, "embedding_all_to_all": 2, "embedding_all_to_all backward": 3}
 HALTED, BAD_INDEX, BAD_OFFSET = 9, 10, 11
 
@@ -45,6 +50,7 @@ HALTED, BAD_INDEX, BAD_OFFSET = 9, 10, 11
 logger = logging.getLogger("fused_ops")
 BadValueText = Callable[[bool, int, int, int], str]  # (an index? or an offset, feature, position, value)
 _checking = False
+_live: weakref.WeakSet[CudaChannel] = weakref.WeakSet()
 
 
 def set_checking(checking: bool) -> None:
@@ -83,6 +89,7 @@ class CallParams(ctypes.Structure):
         ("heeds_halt", ctypes.c_int32),
         ("slices", ctypes.c_int32),
         ("local_first_warps", ctypes.c_int32),
+        ("receive_first_blocks", ctypes.c_int32),
     ]
 
 
@@ -90,7 +97,6 @@ class Record(ctypes.Structure):
     """`Record` of native/cuda_call.cuh."""
 
     _fields_ = [
-        ("timeout_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_uint64),
         ("serial", ctypes.c_uint32),
         ("code", ctypes.c_int32),
@@ -184,7 +190,8 @@ class CudaChannel:
         ):
             check_cuda(self.lib, load(), "loading the kernels")
         self.agreement = Agreement(group, "cuda", index)
-        self.link = choose_link(group, device)
+        self.link, self._sharing = choose_link(group, device)
+        self._sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         self._arena_type = PeerArena if self.link == "peer" else PinnedArena
         self._control = self._arena_type(group, device, self.lib.fo_cuda_control_bytes())
         self._control_table = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
@@ -208,6 +215,14 @@ class CudaChannel:
         self.set_timeout(group.timeout_s)
         torch.cuda.current_stream(device).synchronize()
         group.exchange(f"cuda channel {index}", {})
+        _live.add(self)
+
+    @property
+    def sms(self) -> int:
+        """SMs that a kernel of this channel may fill, so that the kernels of all channels, and of all ranks that share the
+        device, are resident together: each waits for others, and none may keep the one out that it waits for."""
+        channels = sum(channel.device == self.device for channel in _live)
+        return max(1, (self._sm_count - SPARE_SMS) // (self._sharing * channels))
 
     @property
     def bytes(self) -> int:
@@ -215,7 +230,10 @@ class CudaChannel:
 
     def set_timeout(self, seconds: float) -> None:
         self.agreement.set_timeout(seconds)
-        self._record.timeout_ns = int(seconds * 1e9)
+        start = self.lib.fo_cuda_timeout_offset()
+        with torch.cuda.device(self.device):
+            self._state[start : start + 8].view(torch.int64).fill_(int(seconds * 1e9))
+            torch.cuda.current_stream(self.device).synchronize()  # for the kernels of any stream
 
     def set_stress_delay(self, max_us: int, seed: int) -> None:
         """Stress tests: wait up to that long between a slice's data and its flag (the seed is in the epoch)."""
@@ -406,6 +424,7 @@ class CudaChannel:
             stress_delay_us=self._stress_delay_us,
             call_number=self.agreement.call_number,
             slices=1,
+            receive_first_blocks=RECEIVE_FIRST_BLOCKS[self.link],
         )
 
     def _reject(self) -> None:

@@ -32,6 +32,7 @@ INT64_RESULTS = (
     "state_bytes",
     "control_bytes",
     "halted_offset",
+    "timeout_offset",
 )
 
 
@@ -142,8 +143,9 @@ def why_unavailable(group: GroupContext, device: torch.device) -> str | None:
     return group.fact("cuda library", ask) or None
 
 
-def choose_link(group: GroupContext, device: torch.device) -> str:
-    """The link that all ranks of the group share: peer where every pair of devices has it, else pinned."""
+def choose_link(group: GroupContext, device: torch.device) -> tuple[str, int]:
+    """(link, how many ranks of the group share this device). The link is the one that all ranks have: peer where every pair
+    of devices has it, else pinned."""
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     mine = {"device": visible[device.index], "link": group.link}
     peers = group.exchange("link", mine)
@@ -160,6 +162,5 @@ def choose_link(group: GroupContext, device: torch.device) -> str:
         raise BackendUnavailableError(
             f"link 'peer' was asked for, but not all devices of group '{group.name}' reach each other"
         )
-    if group.link == "auto":
-        return "peer" if reach_all else "pinned"
-    return group.link
+    link = group.link if group.link != "auto" else "peer" if reach_all else "pinned"
+    return link, devices.count(mine["device"])

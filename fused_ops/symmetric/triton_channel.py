@@ -7,11 +7,11 @@ Triton's interpreter runs them, that is shared memory.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -37,11 +37,19 @@ from fused_ops.symmetric.triton_layout import (
 )
 from fused_ops.symmetric.triton_slots import Arena, Slot
 
+SHARED_MEMORY = "shared memory"
+ARENA_OF_LINK: dict[str, type[PeerArena | PinnedArena | SegmentArena]] = {
+    "peer": PeerArena,
+    "pinned": PinnedArena,
+    SHARED_MEMORY: SegmentArena,
+}
 SLOTS_PER_ARENA = 4
 SMALLEST_SLOT = 1 << 16
 LARGEST_SLOT = 1 << (ARENA_SHIFT + PLACE_SHIFT)
 MOST_CONSTANTS = 256
 MOST_CALLS_DESCRIBED = 64
+
+_live: weakref.WeakSet[TritonChannel] = weakref.WeakSet()
 
 DescribeProblem = Callable[[int, int, int, int], str]  # (kind, position, value, feature) -> what is wrong
 
@@ -78,8 +86,8 @@ class TritonChannel:
         self.rank, self.world = group.rank, group.world
         self._abort = abort
         self.agreement = Agreement(group, "triton", index)
-        self.link = choose_link(group, device) if device.type == "cuda" else "shared memory"
-        self._arena_type: Any = {"peer": PeerArena, "pinned": PinnedArena, "shared memory": SegmentArena}[self.link]
+        self.link, self._sharing = choose_link(group, device) if device.type == "cuda" else (SHARED_MEMORY, group.world)
+        self._arena_type: type[PeerArena | PinnedArena | SegmentArena] = ARENA_OF_LINK[self.link]
         self._control = self._arena_type(group, device, CONTROL_BYTES)
         self.control = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
         self.arena_table = torch.zeros(MAX_ARENAS * MAX_RANKS, dtype=torch.int64, device=device)
@@ -94,12 +102,22 @@ class TritonChannel:
         self._described: OrderedDict[int, tuple[str, DescribeProblem]] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
         self._seen_wait_ns = 0
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self.finished_calls = 0
         self.stress_delay_us = 0
         self.set_timeout(group.timeout_s)
         self._synchronize()
         group.exchange(f"triton channel {index}", {})
+        _live.add(self)
+
+    @property
+    def sms(self) -> int:
+        """SMs that a kernel of this channel may fill, so that the kernels of all channels, and of all ranks that share the
+        device, are resident together: each waits for others, and none may keep the one out that it waits for."""
+        if self.device.type == "cpu":
+            return 1  # the interpreter runs one program after another
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        channels = sum(channel.device == self.device for channel in _live)
+        return max(1, count // (self._sharing * channels))
 
     @property
     def record(self) -> int:
@@ -123,7 +141,7 @@ class TritonChannel:
     def call(self, operator: str) -> Iterator[int]:
         """One call. When this rank rejects its input, a kernel tells the peers' kernels so."""
         finished = self.finished_calls
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self.on_device():
             try:
                 with self.agreement.call(operator) as number:
                     self.check_errors()
@@ -134,6 +152,10 @@ class TritonChannel:
                 if self.agreement.broken is None and self.finished_calls == finished and not self._is_capturing():
                     self._abort(self)
                 raise
+
+    def on_device(self) -> AbstractContextManager:
+        """Kernels are launched on the current device: make it the channel's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def describe(self, describe_problem: DescribeProblem) -> None:
         """What to say if a kernel of the present call finds a wrong offset or index."""
@@ -218,10 +240,12 @@ class TritonChannel:
         self._seen_wait_ns = waited
         if not self._record[Record.SERIAL]:
             return
-        error = self._error_of_record()
+        error, late = self._error_of_record(), self._ranks(self._record[Record.LATE])
         self._record[Record.SERIAL] = 0
         if isinstance(error, PeerTimeoutError):
             self.agreement.give_up(error)
+        elif late:
+            self.agreement.give_up(PeerTimeoutError(f"ranks {late} did not arrive, beside this: {error}"))
         else:
             self.state[State.SUPPRESSED] = 0  # in stream order: what was launched before stays suppressed
         raise error

@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
     except (SettingsError, LabError) as error:
         print(f"launch.bench: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     rows = Rows(settings, {**facts.of_run(settings, words), "mps": lab.mps})
     with lab:
         try:
@@ -56,6 +56,7 @@ def main(words: list[str]) -> int:
             return 1
         finally:
             rows.write()
+            signal.signal(signal.SIGTERM, before)
     return 0
 
 

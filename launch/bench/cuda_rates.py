@@ -62,7 +62,8 @@ class MeasuredRates:
         session, ranks = self._session, self._ranks()
         problem = embedding_all_to_all.Problem(session, session.settings, probe)
         tables, _ = problem.weights()
-        lookups = [v for c in session.candidates(probe) for v in embedding_all_to_all.lookups_alone(problem, c, tables)]
+        own = [c for c in session.candidates(probe) if c.backend != "unfused"]
+        lookups = [v for candidate in own for v in embedding_all_to_all.lookups_alone(problem, candidate, tables)]
         rows = torch.randint(0, len(tables[0]), (SELECTED_ROWS,), device=session.device)
         select = Variant("torch", "select", lambda i: tables[0].index_select(0, rows))
         selected = ranks * rows.numel() * tables[0].shape[1] * tables[0].itemsize

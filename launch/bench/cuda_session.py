@@ -52,6 +52,9 @@ class CudaSession:
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         fused_ops.set_link(link, group)
+        fused_ops.all_to_all(
+            torch.ones(self.world, 1, device=self.device), group=group, comm="cuda"
+        )  # sets the link up
         return group
 
     def _make_communicators(self) -> dict[int, dist.ProcessGroup]:

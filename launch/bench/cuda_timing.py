@@ -24,12 +24,11 @@ HEAD_START_CYCLES = 400_000  # of a spinning kernel (0.2 ms): what follows it is
 
 @dataclass
 class Prepared:
-    """A variant that is ready to be timed: `replay` runs `calls` calls of it, a block is `repeats` replays."""
+    """A variant that is ready to be timed: `replay` runs `calls` calls of it."""
 
     variant: Variant
     replay: Callable[[], Any]
     calls: int
-    repeats: int
     why_not_captured: str | None
 
 
@@ -49,13 +48,17 @@ class CudaTimer:
         gc.disable()
         try:
             prepared = [self._prepare(variant, pool) for variant in variants]
-            first = self._slowest([self._block(p) * p.repeats * p.calls for p in prepared])
-            rounds = rounds_within(first, self.budget_ms, most_rounds or self.rounds)
-            times = torch.full((len(prepared), max(rounds, default=0)), math.nan, dtype=torch.float64)
+            replay_ms = self._slowest([self._block(p, 1) * p.calls for p in prepared])
+            share = self.budget_ms / max(1, len(prepared))
+            plans = [
+                plan(ms, share, round(self.iterations / p.calls), most_rounds or self.rounds)
+                for ms, p in zip(replay_ms, prepared, strict=True)
+            ]
+            times = torch.full((len(prepared), most_rounds or self.rounds), math.nan, dtype=torch.float64)
             for turn in range(times.shape[1]):
-                for n, p in enumerate(prepared):
-                    if turn < rounds[n]:
-                        times[n, turn] = self._block(p)
+                for n, (repeats, rounds) in enumerate(plans):
+                    if turn < rounds:
+                        times[n, turn] = self._block(prepared[n], repeats)
         finally:
             gc.enable()
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -72,40 +75,41 @@ class CudaTimer:
         ]
 
     def _prepare(self, variant: Variant, pool: Any) -> Prepared:
-        calls, repeats = variant.inputs, max(1, round(self.iterations / variant.inputs))
+        calls = variant.inputs
 
         def plain() -> None:
             for i in range(calls):
                 variant.run(i)
 
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for i in range(max(self.warmup, 2)):
                 variant.run(i)
         torch.cuda.synchronize()
         if not self.graph:
-            return Prepared(variant, plain, calls, repeats, None)
+            return Prepared(variant, plain, calls, None)
         dist.barrier()
         graph = capture(variant.run, calls, self.stream, pool)
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, graph if isinstance(graph, str) else None)
         problem = next((f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason), None)
         if problem is not None or isinstance(graph, str):
-            return Prepared(variant, plain, calls, repeats, problem)
-        return Prepared(variant, graph.replay, calls, repeats, None)
+            return Prepared(variant, plain, calls, problem)
+        return Prepared(variant, graph.replay, calls, None)
 
-    def _block(self, prepared: Prepared) -> float:
-        """Milliseconds a call, on this rank, over one block."""
+    def _block(self, prepared: Prepared, repeats: int) -> float:
+        """Milliseconds a call, on this rank, over so many replays."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(HEAD_START_CYCLES)
             self.meet()
             start.record()
-            for _ in range(prepared.repeats):
+            for _ in range(repeats):
                 prepared.replay()
             end.record()
         end.synchronize()
-        return start.elapsed_time(end) / (prepared.repeats * prepared.calls)
+        return start.elapsed_time(end) / (repeats * prepared.calls)
 
     @staticmethod
     def _slowest(times: list[float]) -> list[float]:
@@ -114,9 +118,9 @@ class CudaTimer:
         return slowest.tolist()
 
 
-def rounds_within(block_ms: Sequence[float], budget_ms: float, most: int) -> list[int]:
-    """How many rounds each variant gets, so that all of them together stay in the budget; LEAST_ROUNDS at least."""
-    share = budget_ms / max(1, len(block_ms))
-    return [
-        min(most, max(LEAST_ROUNDS, int(share / max(ms, 1e-6)))) if most > LEAST_ROUNDS else most for ms in block_ms
-    ]
+def plan(replay_ms: float, share_ms: float, repeats: int, rounds: int) -> tuple[int, int]:
+    """(replays a block, blocks) for a variant: as wanted where that stays in its share of the budget, else fewer replays,
+    then fewer blocks, down to one and LEAST_ROUNDS."""
+    affordable = int(share_ms / max(replay_ms, 1e-6))
+    repeats = max(1, min(repeats, affordable // min(rounds, LEAST_ROUNDS)))
+    return repeats, min(rounds, max(LEAST_ROUNDS, affordable // repeats))

@@ -11,6 +11,7 @@ from torch import Tensor
 import fused_ops
 from fused_ops import EmbeddingLayout, FusedOptimizer
 from fused_ops.embedding_inputs import EmbeddingInputs
+from fused_ops.symmetric.group import context, group_name
 from launch.bench.settings import BenchSettings
 from launch.bench.shapes import INDEX_BYTES, TORCH_DTYPES, EmbeddingShape
 from launch.bench.variants import Candidate, Session, Variant, exists
@@ -111,16 +112,16 @@ def lookups_alone(problem: Problem, candidate: Candidate, tables: list[Tensor]) 
     """That backend's lookups into a local buffer [B, D]."""
     inputs = [problem.inputs(tables, ids) for ids in problem.indices]
     try:
-        pool = _pooling_kernel(candidate.backend, inputs[0])
+        pool = _pooling_kernel(candidate, inputs[0])
     except ValueError as reason:
         problem.session.leave_out(f"{candidate.backend} compute_alone", str(reason))
         return []
     return [Variant(candidate.backend, "compute_alone", lambda i: pool(inputs[i % len(inputs)]), None, len(inputs))]
 
 
-def _pooling_kernel(backend: str, inputs: EmbeddingInputs) -> Callable[[EmbeddingInputs], Tensor]:
+def _pooling_kernel(candidate: Candidate, inputs: EmbeddingInputs) -> Callable[[EmbeddingInputs], Tensor]:
     """ValueError, with the reason, where the backend has none for these inputs."""
-    if backend == "baseline":
+    if candidate.backend == "baseline":
         if inputs.indices.is_cuda:
             from fused_ops.backends.baseline import embedding_fbgemm_cuda
 
@@ -131,11 +132,16 @@ def _pooling_kernel(backend: str, inputs: EmbeddingInputs) -> Callable[[Embeddin
         from fused_ops.backends.baseline.embedding_values import Lookups
 
         return lambda inputs: embedding_fbgemm.pool(Lookups(inputs))
-    where = "unfused" if backend == "host" else backend
-    pool = getattr(importlib.import_module(f"fused_ops.backends.{where}.embedding_all_to_all"), "pooled_locally", None)
+    if candidate.backend == "host":
+        from fused_ops.backends.unfused.embedding_host import pooled_locally
+
+        return pooled_locally
+    backend = importlib.import_module(f"fused_ops.backends.{candidate.backend}.embedding_all_to_all")
+    pool = getattr(backend, "pooled_locally", None)
     if pool is None:
         raise ValueError("it has no lookups to time alone")
-    return pool
+    group = context(group_name(candidate.group))
+    return lambda inputs: pool(inputs, group)
 
 
 def _exchange_alone(problem: Problem, candidate: Candidate) -> list[Variant]:

@@ -21,7 +21,7 @@ from launch.bench.settings import BenchSettings, as_list, shapes
 from launch.bench.shapes import Shape
 from launch.bench.variants import Session
 
-GRACE_S = 5.0  # for a rank to end itself when asked to
+GRACE_S = 2.0  # for a rank to end itself when asked to
 
 Message = tuple[str, Any]  # ("ready", None) | ("note", text) | ("block", (position, rows))
 

@@ -51,7 +51,9 @@ class BenchSettings:
     nccl_max_ctas: Any = None  # CTAs of the communicators tried for baseline; default 4, 8, 16, 32, as far as they fit
     budget_s: float = 2.0  # of timed calls a shape, after which variants get fewer rounds (never below 3)
     # embedding_all_to_all
-    configs: str | None = None  # a list of configurations, by its name in launch/bench/lists or its path; names all shapes
+    configs: str | None = (
+        None  # a list of configurations, by its name in launch/bench/lists or its path; names all shapes
+    )
     tables: int = 8  # a rank
     rows: int = 100_000
     dim: Any = 64

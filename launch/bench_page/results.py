@@ -139,7 +139,9 @@ def _table(rows: list[dict[str, Any]], phase: str, title: str) -> Table:
         key = (row.get("configuration"), *(row.get(name) for name in SHAPE_KEYS))
         lines.setdefault(key, {})[row["backend"], row["phase"]] = row
     against = [c for c in columns if c.phase == phase and c != fused] if fused else []
-    headings = [f"{'fused' if c.backend not in FUSED else fused.backend} / {c.heading}" for c in against if fused]
+    headings = [
+        f"fused / {c.heading}" if c.backend not in FUSED else f"{fused.backend} / {c.backend}" for c in against if fused
+    ]
     has_limit = fused is not None and phase == "forward"
     table = Table(title, columns, headings + ["fused / limit"] * has_limit)
     for cells in lines.values():

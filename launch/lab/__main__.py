@@ -2,6 +2,7 @@
 
     python -m launch.lab ranks_per_gpu=4 [nccl=PATH] [mps=off] -- COMMAND...
 
+A command that uses NCCL needs one that lets ranks share a card: torch's own from 2.30 on, or the one at PATH (or FUSECOMM_NCCL).
 Exit code: the command's; 2 where the lab lacks something.
 """
 
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-from launch.lab import LabError, OneGpuLab
+from launch.lab import LabError, OneGpuLab, nccl
 
 KEYS = ("ranks_per_gpu", "nccl", "mps")
 GRACE_S = 20.0
@@ -20,8 +21,12 @@ GRACE_S = 20.0
 def main(words: list[str]) -> int:
     try:
         options, command = _split(words)
+        named = nccl.chosen(options.get("nccl"))
         lab = OneGpuLab(
-            int(options["ranks_per_gpu"]), nccl_path=options.get("nccl"), use_mps=options.get("mps", "on") == "on"
+            int(options["ranks_per_gpu"]),
+            nccl_path=named,
+            use_mps=options.get("mps", "on") == "on",
+            needs_nccl=named is not None,  # the command may do without
         )
     except LabError as error:
         print(f"launch.lab: {error}", file=sys.stderr)

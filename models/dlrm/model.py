@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionDCNArch, SparseArch
@@ -13,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from models.dlrm.index_distribution import DistributedIndices, check_range, rows_of_features
 from models.dlrm.sharded_embeddings import JoinedIndices
 
-Features = KeyedJaggedTensor | DistributedIndices | JoinedIndices
+Features: TypeAlias = KeyedJaggedTensor | DistributedIndices | JoinedIndices
 
 POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 EMBEDDING_DTYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
@@ -111,13 +112,17 @@ class _Overlapped(DLRM):
     opposite order, the exchange of its gradients behind the bottom MLP's backward.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._interact: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._interaction_and_top
+
     def forward(self, dense_features: torch.Tensor, sparse_features: Features) -> torch.Tensor:
         """Logits [B] (fp32) of dense features [B, num_dense] and this rank's part of the sparse features."""
         pooled = self.sparse_arch.start(sparse_features)
         embedded_dense = self.dense_arch(dense_features)
-        return self.interact(embedded_dense, self.sparse_arch.finish(pooled, dense_features.shape[0]))
+        return self._interact(embedded_dense, self.sparse_arch.finish(pooled, dense_features.shape[0]))
 
-    def interact(self, embedded_dense: torch.Tensor, embedded_sparse: torch.Tensor) -> torch.Tensor:
+    def _interaction_and_top(self, embedded_dense: torch.Tensor, embedded_sparse: torch.Tensor) -> torch.Tensor:
         """Logits [B] (fp32) of [B, D] and [B, F, D]."""
         interactions = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
         return self.over_arch(interactions).float().squeeze(-1)
@@ -129,7 +134,7 @@ class _Overlapped(DLRM):
             self.compile(fullgraph=True, backend=backend)
             return
         self.dense_arch.compile(fullgraph=True, backend=backend)
-        self.interact = torch.compile(self.interact, fullgraph=True, backend=backend)
+        self._interact = torch.compile(self._interaction_and_top, fullgraph=True, backend=backend)
 
 
 class DotDLRM(_Overlapped):

@@ -88,9 +88,10 @@ def build_plan(
             raise ValueError(f"the planner chose {sharding.sharding_type}; allowed: {', '.join(SHARDING_TYPES)}")
         if not in_backward:
             sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
-        for shard in sharding.sharding_spec.shards if devices is not None else ():
-            rank = shard.placement.rank()
-            shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+        if devices is not None:
+            for shard in sharding.sharding_spec.shards:
+                rank = shard.placement.rank()
+                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
     return plan
 
 

@@ -14,12 +14,14 @@ import torch
 import fused_ops
 from fused_ops import host_values
 from fused_ops.backends.baseline import embedding_fbgemm_cuda, embedding_torch
+from fused_ops.backends.baseline.embedding_pack import gathered_by_owner
 from fused_ops.backends.baseline.embedding_values import Lookups
 from fused_ops.backends.baseline.index_checks import IndexChecks
+from fused_ops.embedding_columns import pack
 from fused_ops.embedding_inputs import EmbeddingInputs, OptimizerInputs
 from fused_ops.embedding_layout import EmbeddingLayout
 from tests.fused_ops.embedding_reference import Case
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, take_card
 
 pytest.importorskip("fbgemm_gpu")
 
@@ -204,6 +206,13 @@ def test_indices_are_brought_into_range(policy):
     checks.check_errors()
 
 
+def test_gathering_packs_what_copying_runs_does():
+    for seed in range(20):
+        layout = Case.random(seed, 3, dtype=torch.float32).layout
+        grad = torch.randn(layout.batch_sizes[1], layout.total_dim)
+        assert torch.equal(gathered_by_owner(grad, layout), pack(grad, layout, 1))
+
+
 def test_refuses_what_the_kernels_cannot():
     assert embedding_fbgemm_cuda.why_not(make_call()) is None
     assert "do not take torch.bfloat16" in embedding_fbgemm_cuda.why_not(make_call(dtype=torch.bfloat16))
@@ -227,12 +236,38 @@ def test_host_values_are_read_again_only_after_a_write():
     assert host_values.host_value(tensor, "it") == 0.75
 
 
+def adam_steps():
+    """The numbers that FBGEMM's Adam gets in four backwards, the step set to 10 after two, and how often one was read."""
+    steps, reads = [], []
+    read = torch.Tensor.item
+
+    def update(inputs, grad, optimizer):
+        torch.Tensor.item = lambda tensor: reads.append(len(steps)) or read(tensor)
+        steps.append(embedding_fbgemm_cuda._next_step(optimizer.step))
+        torch.Tensor.item = read
+
+    embedding_torch.update = update  # FBGEMM has no Adam on the CPU
+    table = torch.zeros(4, 8)
+    optimizer = fused_ops.FusedOptimizer("adam", states=fused_ops.FusedOptimizer.make_states("adam", [table]))
+    layout = EmbeddingLayout.table_wise([[8]], [2])
+    for backward in range(4):
+        if backward == 2:
+            optimizer.states[-1].fill_(10)
+        pooled = fused_ops.embedding_all_to_all(
+            [table], torch.tensor([0, 1]), torch.arange(3), layout, optimizer=optimizer, comm="baseline"
+        )
+        pooled.sum().backward()
+    return steps, reads, int(optimizer.states[-1])
+
+
+def test_adams_step_is_read_only_where_somebody_has_written_it():
+    assert run_ranks(1, adam_steps) == [([1, 2, 11, 12], [0, 2], 12)]
+
+
 def random_calls(world, seeds):
     import torch.distributed as dist
 
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), take_card()
     fused_ops.reset_counters()
     for seed in seeds:
         case = Case.random(seed, world)

@@ -133,7 +133,7 @@ def wrong_arguments():
             },
             "state 0 and state 1 share memory",
         ),
-        ({"comm": "hsot"}, "comm must be 'fused', 'baseline' or a backend"),
+        ({"comm": "hsot"}, "comm must be 'fused', 'baseline', 'auto' or a backend"),
         ({"comm": "baseline", "require_fused": True}, "require_fused=True contradicts comm='baseline'"),
     ]
     for backend, (change, message) in itertools.product(BACKENDS, cases):

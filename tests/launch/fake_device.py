@@ -40,7 +40,8 @@ def capture(run, calls, stream, pool):
 
 
 def install():
-    torch.cuda.Stream = lambda *_: None
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.Event = Event
     torch.cuda._sleep = lambda cycles: None

@@ -43,7 +43,10 @@ SMALL = ["ranks=2", "rounds=1", "iterations=2", "warmup=1", "rotate=2"]
         (["device=cuda", "ranks=4", "ranks_per_gpu=2"], "ranks=4 with ranks_per_gpu=2 need 2 GPUs, torch sees 1"),
         (["device=cuda", "ranks=3", "ranks_per_gpu=4"], "ranks=3 do not fill cards of ranks_per_gpu=4"),
         (["device=cuda", "mps=maybe"], "mps must be one of on, off"),
-        (["device=cuda", "ranks=1", "configs=nowhere"], "there is no .*nowhere.yaml; lists in launch/bench/lists: one_gpu"),
+        (
+            ["device=cuda", "ranks=1", "configs=nowhere"],
+            "there is no .*nowhere.yaml; lists in launch/bench/lists: one_gpu",
+        ),
         (["device=cuda", "ranks=1", "configs=one_gpu"], "has no configuration for ranks=1 and link=auto"),
         (["op=all_to_all", "configs=one_gpu"], "are shapes of embedding_all_to_all, and op=all_to_all"),
     ],

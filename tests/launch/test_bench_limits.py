@@ -3,7 +3,7 @@
 import pytest
 
 from launch.bench import limits
-from launch.bench.cuda_timing import rounds_within
+from launch.bench.cuda_timing import plan
 from launch.bench.limits import Rates, Traffic
 from launch.bench.nccl_groups import fitting
 from launch.bench.shapes import AllToAllShape, EmbeddingShape
@@ -52,9 +52,16 @@ def test_gather_rate_takes_ids_and_results_off():
     assert limits.gather_rate(traffic, ms=1.0, read=2e9, copy=4e9) == pytest.approx(14e9)
 
 
-def test_long_variants_get_fewer_rounds():
-    assert rounds_within([1.0, 100.0, 40.0], budget_ms=600.0, most=9) == [9, 3, 5]
-    assert rounds_within([1000.0], budget_ms=1.0, most=2) == [2]
+@pytest.mark.parametrize(
+    ("replay_ms", "planned"), [(0.1, (3, 9)), (10.0, (3, 6)), (30.0, (2, 3)), (100.0, (1, 3)), (0.0, (3, 9))]
+)
+def test_long_variants_get_fewer_replays_then_fewer_rounds(replay_ms, planned):
+    assert plan(replay_ms, share_ms=200.0, repeats=3, rounds=9) == planned
+
+
+def test_rounds_below_the_least_are_kept():
+    assert plan(100.0, share_ms=1.0, repeats=3, rounds=2) == (1, 2)
+    assert plan(0.1, share_ms=100.0, repeats=0, rounds=1) == (1, 1)
 
 
 def test_communicators_of_all_ranks_fit_the_card():

@@ -14,6 +14,7 @@ from launch.lab import LabError, OneGpuLab, mps, nccl
 from launch.lab.__main__ import main
 from launch.lab.mps import PrivateMps
 from launch.lab.mps_keeper import daemon_pid
+from tests.launch import commands
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "launch" / "fake_mps"
@@ -114,16 +115,19 @@ time.sleep(60)
 REPLACEMENT = "import os, time; print(os.environ['CUDA_MPS_PIPE_DIRECTORY'], flush=True); time.sleep(60)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("replaced", [False, True], ids=["", "after exec"])
+@pytest.mark.parametrize(
+    ("number", "replaced"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGKILL, False), (signal.SIGKILL, True)],
+)
 def test_ends_the_daemon_however_its_owner_ends(number, replaced):
     command = [sys.executable, "-c", OWNER, *([REPLACEMENT] if replaced else [])]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **quiet, start_new_session=True) as owner:
         directory = Path(owner.stdout.readline().strip())
         pid = daemon_pid(directory)
         assert pid is not None
         assert not gone(pid)
-        owner.send_signal(number)
+        os.killpg(owner.pid, number)  # as a terminal does
         owner.wait(20)
     until(lambda: gone(pid))
     until(lambda: not directory.exists())
@@ -263,16 +267,24 @@ import json, os, sys, time
 from pathlib import Path
 from launch.lab import LabError, torchrun
 from launch.lab.mps_keeper import daemon_pid
+from tests.launch import commands
 try:
     torchrun.enter(2, timeout_s=60)
 except LabError as error:
     os.write(1, (json.dumps({"problem": str(error)}) + "\\n").encode())  # in one piece, beside the other rank's
     sys.exit(0)
+def meet(where):  # the daemon ends with the first rank
+    Path(f"{sys.argv[0]}.{where}.{os.environ['RANK']}").touch()
+    while not all(Path(f"{sys.argv[0]}.{where}.{rank}").exists() for rank in range(2)):
+        time.sleep(0.01)
+meet("before")
+time.sleep(0.7)  # in which a daemon that does not live on would end
 names = ("CUDA_MPS_PIPE_DIRECTORY", "LD_PRELOAD", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE", "FUSECOMM_INSIDE_LAB")
 said = {name: os.environ.get(name) for name in names}
 said["daemon"] = daemon_pid(Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]))
 said["arguments"] = sys.argv[1:]
 os.write(1, (json.dumps(said) + "\\n").encode())
+meet("after")
 """
 
 
@@ -311,3 +323,23 @@ def test_what_the_first_rank_lacks_all_ranks_say(tmp_path, nccl_of, monkeypatch)
     first, second = torchrun_of_two(tmp_path)
     assert first == second
     assert "has NCCL 2.29.7; ranks that share a card need 2.30 or later" in first["problem"]
+
+
+def train_on_a_shared_card(tmp_path, **more):
+    arguments = ["comm=fused", "trainer.device=cuda", "trainer.ranks_per_gpu=2", "hydra.run.dir=run"]
+    return commands.run(commands.TORCHRUN_OF_TWO, *arguments, cwd=tmp_path, **more)
+
+
+def test_training_sets_the_lab_up_and_goes_on_in_one_directory(tmp_path, nccl_of):
+    done = train_on_a_shared_card(tmp_path, FUSECOMM_NCCL=nccl_of(23203))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "rank_0_of_2", "rank_1_of_2"}
+    until(lambda: not list(tmp_path.glob("fusecomm-mps-*")))
+
+
+def test_training_says_in_one_line_what_the_lab_lacks(tmp_path, nccl_of):
+    done = train_on_a_shared_card(tmp_path, FUSECOMM_NCCL=nccl_of(22907))
+    said = [line for line in done.stderr.splitlines() if line.startswith("launch.train: ")]
+    assert len(said) == 1
+    assert "trainer.ranks_per_gpu=2: nccl=" in said[0]
+    assert not (tmp_path / "run").exists()

@@ -59,6 +59,8 @@ def run_scenario(name: str, setting: Setting) -> str:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         fused_ops.set_link(setting.link)
+        sharing = -(-dist.get_world_size() // torch.cuda.device_count())
+        fused_ops.set_num_sms(torch.cuda.get_device_properties(device).multi_processor_count // sharing)
     lab = Lab(device, setting.calls_of(name), setting.seed, setting.bound_s(name) / 4, setting.nccl, setting.backend)
     return setting.scenarios[name].run(lab)
 

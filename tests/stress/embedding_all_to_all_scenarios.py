@@ -243,8 +243,10 @@ def cuda_graph(lab: Lab) -> str:
         everyone = owned_by_all(lab, problem)
         eager, captured = everyone[lab.rank].copy(), everyone[lab.rank].copy()
 
-        def step(owned: Owned, p: Problem = problem) -> Tensor:
-            output = p.run(owned, comm=comm(lab))
+        rates = {id(owned): problem.optimizer_of(owned) for owned in (eager, captured)}
+
+        def step(owned: Owned, p: Problem = problem, o: dict = rates) -> Tensor:
+            output = p.run(owned, o[id(owned)], comm=comm(lab))
             output.backward(owned.grad)
             return output.detach()
 
@@ -262,6 +264,8 @@ def cuda_graph(lab: Lab) -> str:
         with torch.cuda.graph(graph):
             output = step(captured)
         for replay in range(replays):
+            for optimizer_of in rates.values():
+                optimizer_of.learning_rate = 0.05 / (replay + 1)
             graph.replay()
             wanted = step(eager)
             assert torch.equal(output, wanted), f"{optimizer}: replay {replay} differs from the eager step"

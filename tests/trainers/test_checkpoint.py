@@ -20,6 +20,7 @@ OPTIMS = [
     {"name": "sgd", "in_backward": False},
     {"name": "adagrad", "lr": 0.1, "in_backward": False},
     {"name": "rowwise_adagrad", "lr": 0.1, "in_backward": False},
+    {"name": "adam", "lr": 0.01, "in_backward": False},
 ]
 
 

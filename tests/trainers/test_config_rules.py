@@ -44,7 +44,7 @@ BROKEN = [
     ),
     ("_choices", {"data__kind": "cirteo"}, "did you mean 'criteo'?"),
     ("_choices", {"optim__name": "rowise_adagrad"}, "did you mean 'rowwise_adagrad'?"),
-    ("_choices", {"optim__name": "adam"}, "allowed: sgd, adagrad, rowwise_adagrad"),
+    ("_choices", {"optim__name": "lion"}, "allowed: sgd, adagrad, rowwise_adagrad, adam"),
     ("_choices", {"model__embedding_dtype": "bf16"}, "allowed: fp32, fp16"),
     ("_choices", {"model__out_of_range": "wrap"}, "allowed: error, clamp, hash"),
     ("_choices", {"logger__wandb_mode": "onlin"}, "did you mean 'online'?"),
@@ -97,7 +97,7 @@ BROKEN = [
     ("_schedule", {"optim__decay_start": 5, "optim__decay_steps": 5, "optim__warmup_steps": 9}, "comes before the end"),
     ("_resume", {"trainer__resume": "/no/such/place"}, "trainer.resume=/no/such/place is not a directory"),
     ("_shared_card", {"trainer__ranks_per_gpu": 2}, "trainer.ranks_per_gpu=2 is about GPUs, and trainer.device is cpu"),
-    ("_device", {"trainer__device": "cuda"}, "trainer.device=cuda can't train yet"),
+    ("_adam", {"optim__name": "adam"}, "needs a GPU, as FBGEMM has no Adam on the CPU"),
 ]
 
 
@@ -127,7 +127,9 @@ def test_the_table_covers_every_rule() -> None:
         {"model__embedding_dtype": "fp16", "optim__name": "adagrad"},
         {"data__kind": "synthetic", "data__num_samples": 1000},
         {"trainer__resume": "auto"},
-        {"trainer__device": "cuda", "dry_run": True},
+        {"trainer__device": "cuda"},
+        {"trainer__device": "cuda", "optim__name": "adam"},
+        {"optim__name": "adam", "optim__in_backward": False},
         {"data__batch_size": 1},
         {"optim__warmup_steps": 3, "optim__decay_start": 3, "optim__decay_steps": 1},
     ],

@@ -27,7 +27,7 @@ def _hand_out(config, counts):
     engine = make_engine(config)
     number = counts[dist.get_rank()]
     batches = (tiny.part(tiny.global_batch(config.model, i, 4), 0, 2) for i in range(number))
-    feed = Feed(batches, engine.indices, StepTimer(), config.model)
+    feed = Feed(batches, engine, StepTimer(), config.model)
     seen = []
     feed.fetch()
     feed.send()
@@ -52,7 +52,7 @@ def test_ranks_stop_together_when_the_last_has_no_samples(tmp_path):
 def _take_first(config):
     from trainers.engines import make_engine
 
-    Feed(iter(()), make_engine(config).indices, StepTimer(), config.model).take()
+    Feed(iter(()), make_engine(config), StepTimer(), config.model).take()
 
 
 def test_taking_what_was_not_fetched_is_an_error(tmp_path):

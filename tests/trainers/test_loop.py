@@ -24,12 +24,13 @@ def test_equals_one_process_of_plain_torch(world, tmp_path):
         {"optim": {"name": "adagrad", "lr": 0.1}},
         {"optim": {"in_backward": False}},
         {"optim": {"name": "adagrad", "lr": 0.1, "in_backward": False}},
+        {"optim": {"name": "adam", "lr": 0.01, "in_backward": False}},
         {"model": {"pooling": "mean", "interaction": "dcnv2", "dcn_low_rank": 4}},
         # 25 samples over the ranks, 1 in the last step: some ranks have none, and nobody has a 21st batch
         {"data": {"batch_size": 25, "num_samples": 476}, "trainer": {"steps": 30}},
     ]
     if world > 2:
-        variants = [variants[0], variants[3], variants[5]]
+        variants = [variants[0], variants[3], variants[-1]]
     configs = [tiny.config(tmp_path, comm, **v) for v in variants for comm in COMMS]
     results = run_ranks(world, tiny.train_all, configs, timeout=180)
     for i, config in enumerate(configs):

@@ -107,4 +107,6 @@ def test_counters_and_the_backend_that_ran():
     assert rows[0] == {"operator": "all_to_all", "backend": "baseline", "reason": "two hosts", "calls": 2}
     assert backend_that_ran(rows) == "baseline+host"
     assert backend_that_ran(rows[1:]) == "host"
+    kernels = {"operator": "embedding_all_to_all_kernels", "backend": "fbgemm", "reason": "baseline", "calls": 9}
+    assert backend_that_ran([*rows[1:], kernels]) == "host"
     assert backend_that_ran([]) is None

@@ -199,9 +199,9 @@ def _devices_of_ranks(device: torch.device) -> list[torch.device] | None:
     """Where each rank's tables live; None on the CPU, which has no numbers. Several ranks may share a card."""
     if device.type == "cpu":
         return None
-    indices: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(indices, device.index)
-    return [torch.device(device.type, index) for index in indices]
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, str(device))
+    return [torch.device(name) for name in names]
 
 
 def _runs_operator(config: RunConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ def address_range(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     return flat, [(t.data_ptr() - low) // dtype.itemsize if t.numel() else 0 for t in tensors]
 
 
+@functools.lru_cache(maxsize=256)  # a view of addresses, whoever owns them now
 def _flat(address: int, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=dtype)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fused_ops import exposed
 from fused_ops.backends.baseline import embedding_fbgemm, embedding_fbgemm_cuda, embedding_torch
+from fused_ops.backends.baseline.embedding_pack import packed_by_owner
 from fused_ops.backends.baseline.embedding_values import Lookups
 from fused_ops.backends.baseline.index_checks import index_checks
 from fused_ops.counters import count
-from fused_ops.embedding_columns import pack, received_sizes, reorder, sent_sizes
+from fused_ops.embedding_columns import received_sizes, reorder, sent_sizes
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.symmetric.group import GroupContext, resolve
 
@@ -49,7 +50,7 @@ def embedding_all_to_all_gradient(
     inputs.check()
     inputs.check_gradient(grad)
     layout = inputs.layout
-    packed = pack(grad, layout, group.rank)
+    packed = packed_by_owner(grad, layout, group.rank)
     received = _exchange(packed, received_sizes(layout, group.rank), sent_sizes(layout, group.rank), group)
     if average:
         received.div_(group.world)

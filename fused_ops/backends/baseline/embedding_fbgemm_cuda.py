@@ -139,7 +139,7 @@ def _next_step(step: Tensor) -> int:
         )
     number = int(host_value(step, "Adam's step")) + 1
     step.add_(1)
-    remember(step, number)
+    remember(step, number, announced_writes=1)  # by `embedding_update`, when it comes to the next step
     return number
 
 

@@ -66,11 +66,11 @@ def _features(
             total += r
     bits, mask = torch.ops.fbgemm.get_infos_metadata(torch.empty(0), batch, len(tables))
     return Features(
-        dim_offsets=_on_device([0, *itertools.accumulate(dims)], torch.int32, device),
-        hash_size_cumsum=_on_device([*(first[t] for t in tables), total], torch.int64, device),
-        rows=_on_device(rows, torch.int64, device),
-        placements=_on_device([0] * len(tables), torch.int32, device),
-        ones=_on_device([1] * len(tables), torch.int32, device),
+        dim_offsets=on_device([0, *itertools.accumulate(dims)], torch.int32, device),
+        hash_size_cumsum=on_device([*(first[t] for t in tables), total], torch.int64, device),
+        rows=on_device(rows, torch.int64, device),
+        placements=on_device([0] * len(tables), torch.int32, device),
+        ones=on_device([1] * len(tables), torch.int32, device),
         total_dim=sum(dims),
         widest=max(dims),
         mixed_dims=len(set(dims)) > 1,
@@ -90,7 +90,7 @@ def placed(tensors: Sequence[Tensor], feature_tables: Sequence[int]) -> Placed:
 
 @functools.lru_cache(maxsize=256)
 def _starts(device: torch.device, starts: tuple[int, ...]) -> Tensor:
-    return _on_device(starts, torch.int64, device)
+    return on_device(starts, torch.int64, device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,7 +99,8 @@ def nothing(device: torch.device, dtype: torch.dtype, dim: int = 1) -> Tensor:
     return torch.empty([0] * dim, dtype=dtype, device=device)
 
 
-def _on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is set up once, outside of captures."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{OPERATOR}: baseline has not seen these tables and this batch yet, and cannot set them up inside a CUDA graph "

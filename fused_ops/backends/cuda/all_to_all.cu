@@ -6,7 +6,7 @@
 namespace fused_ops {
 
 constexpr int64_t kTileBytes = 16 * 1024;
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;  // of the one block that a call has on an SM
 
 struct AllToAllParams {
   CallParams call;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_tile(char* to, const char* from, int64_t by
   if (at < bytes) put_slice(to + at, from + at, static_cast<int>(min(kTileBytes, bytes - at)));
 }
 
-__global__ void __launch_bounds__(kThreads, 3) all_to_all_kernel(const __grid_constant__ AllToAllParams p) {
+__global__ void __launch_bounds__(kThreads, 1) all_to_all_kernel(const __grid_constant__ AllToAllParams p) {
   __shared__ Shared shared;
   Call call(p.call, &shared);
   const int rank = p.call.link.rank, slices = p.call.slices;
@@ -72,12 +72,11 @@ int fo_cuda_all_to_all_warps() { return fused_ops::kThreads / 32; }
 int64_t fo_cuda_state_bytes() { return sizeof(fused_ops::State); }
 int64_t fo_cuda_control_bytes() { return fused_ops::kMaxRanks * sizeof(fused_ops::PeerEntry); }
 int64_t fo_cuda_halted_offset() { return offsetof(fused_ops::State, halted); }
+int64_t fo_cuda_timeout_offset() { return offsetof(fused_ops::State, timeout_ns); }
 
-// Loads the kernel now, so that no lazy load has to wait behind a kernel that spins.
 int fo_cuda_all_to_all_load() {
-  cudaFuncAttributes attributes;
-  const cudaError_t e = cudaFuncGetAttributes(&attributes, fused_ops::all_to_all_kernel);
-  return static_cast<int>(e != cudaSuccess ? e : cudaFuncGetAttributes(&attributes, fused_ops::reject_kernel));
+  const int code = fused_ops::prepare(fused_ops::all_to_all_kernel);
+  return code ? code : fused_ops::prepare(fused_ops::reject_kernel);
 }
 
 int fo_cuda_reject(const fused_ops::CallParams* p, void* stream) {

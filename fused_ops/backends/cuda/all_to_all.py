@@ -14,9 +14,6 @@ from fused_ops.launch_geometry import num_blocks
 from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, cuda_channel
 from fused_ops.symmetric.group import GroupContext
 
-DEFAULT_SMS = 32
-BLOCKS_AN_SM = 2
-
 Offsets = ctypes.c_int64 * MAX_RANKS
 
 
@@ -70,7 +67,7 @@ def all_to_all(
             sent += send[r]
             received += receive[r]
         params.call.slices = lane.slices(max(n for row in rows_to for n in row) * row_bytes)
-        blocks = num_blocks(_blocks_of_tiles(params, group.world, lane.lib), DEFAULT_SMS, BLOCKS_AN_SM)
+        blocks = num_blocks(_blocks_of_tiles(params, group.world, lane.lib), lane.sms)
         lane.launch_done(lane.lib.fo_cuda_all_to_all(ctypes.byref(params), blocks, lane.stream_pointer()))
         return output
 

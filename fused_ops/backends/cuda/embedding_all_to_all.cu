@@ -5,10 +5,11 @@
 
 namespace fused_ops {
 
-constexpr int kThreads = 256;
-#ifndef FO_BLOCKS_AN_SM
-#define FO_BLOCKS_AN_SM 3
+#ifndef FO_EMBEDDING_THREADS
+#define FO_EMBEDDING_THREADS 512
 #endif
+constexpr int kThreads = FO_EMBEDDING_THREADS;  // of the one block that a call has on an SM
+constexpr int kLookupThreads = 256;
 
 struct EmbeddingParams {
   CallParams call;
@@ -22,7 +23,7 @@ struct EmbeddingParams {
 };
 
 template <class T, class Index>
-__global__ void __launch_bounds__(kThreads, FO_BLOCKS_AN_SM) embedding_kernel(const __grid_constant__ EmbeddingParams p) {
+__global__ void __launch_bounds__(kThreads, 1) embedding_kernel(const __grid_constant__ EmbeddingParams p) {
   __shared__ Shared shared;
   Call call(p.call, &shared);
   const Lookups& l = p.lookups;
@@ -60,10 +61,10 @@ __global__ void __launch_bounds__(kThreads, FO_BLOCKS_AN_SM) embedding_kernel(co
 
 // The lookups alone, of the whole batch: out [B, D], features side by side. Bad values fail the exchange that follows.
 template <class T, class Index>
-__global__ void __launch_bounds__(kThreads, FO_BLOCKS_AN_SM) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
+__global__ void __launch_bounds__(kLookupThreads, 2) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
                                                                          State* state, int rank) {
   check_offset_ends<Index>(l, state, rank);
-  const uint32_t tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const uint32_t tile = blockIdx.x * (kLookupThreads / 32) + threadIdx.x / 32;
   if (tile < lookup_tiles(l, l.batch)) lookup_tile<T, Index>(l, 0, l.batch, tile, out, stride, true, state, rank);
 }
 
@@ -82,15 +83,13 @@ extern "C" {
 
 int64_t fo_cuda_feature_bytes() { return sizeof(Feature); }
 int64_t fo_cuda_embedding_params_bytes() { return sizeof(EmbeddingParams); }
-int fo_cuda_embedding_blocks_an_sm() { return FO_BLOCKS_AN_SM; }
 int fo_cuda_embedding_warps() { return kThreads / 32; }
 
 int fo_cuda_embedding_all_to_all_load() {
   for (int dtype = 0; dtype < 3; ++dtype)
     for (int bytes = 4; bytes <= 8; bytes += 4) {
       const int code = with_types(dtype, bytes, [](auto value, auto index) {
-        cudaFuncAttributes attributes;
-        return static_cast<int>(cudaFuncGetAttributes(&attributes, embedding_kernel<decltype(value), decltype(index)>));
+        return prepare(embedding_kernel<decltype(value), decltype(index)>);
       });
       if (code) return code;
     }
@@ -105,10 +104,10 @@ int fo_cuda_embedding_all_to_all(const EmbeddingParams* p, int dtype, int index_
 }
 
 int fo_cuda_embedding_lookup(const Lookups* l, int dtype, int index_bytes, char* out, int64_t stride, State* state, int rank, void* stream) {
-  const unsigned warps = kThreads / 32, blocks = (lookup_tiles(*l, l->batch) + warps - 1) / warps;
+  const unsigned warps = kLookupThreads / 32, blocks = (lookup_tiles(*l, l->batch) + warps - 1) / warps;
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
     lookup_kernel<decltype(value), decltype(index)>
-        <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
+        <<<blocks, kLookupThreads, 0, static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
     return static_cast<int>(cudaGetLastError());
   });
 }

@@ -22,7 +22,7 @@ __all__ = ["embedding_all_to_all", "embedding_all_to_all_gradient", "embedding_g
 COPY_TILE_BYTES = 16 * 1024
 # On a link slower than the lookups half of the warps do this rank's own samples first: stores to remote ones keep the link
 # busy and would else keep every warp waiting. On a fast link remote samples come first for all.
-LOCAL_FIRST_WARPS = {"peer": 0, "pinned": 4}
+LOCAL_FIRST_WARPS = {"peer": 0, "pinned": 8}
 
 
 def embedding_all_to_all(
@@ -59,18 +59,17 @@ def embedding_all_to_all(
             ctypes.byref(params),
             lookups.dtype,
             lookups.index_bytes,
-            _blocks(lookups, device),
+            _blocks(lookups),
             lane.stream_pointer(),
         )
         lane.launch_done(code)
         return output
 
 
-def _blocks(lookups: Lookups, device: torch.device) -> int:
-    lib, struct = lookups.lane.lib, lookups.struct
+def _blocks(lookups: Lookups) -> int:
+    lane, struct = lookups.lane, lookups.struct
     tiles = struct.num_features * -(-struct.batch // struct.bags)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return num_blocks(tiles // lib.fo_cuda_embedding_warps() + 1, sms, lib.fo_cuda_embedding_blocks_an_sm())
+    return num_blocks(tiles // lane.lib.fo_cuda_embedding_warps() + 1, lane.sms)
 
 
 def pooled_locally(inputs: EmbeddingInputs, group: GroupContext, channel: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
 OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 VECTOR = 16  # bytes that a lane moves at once where everything is aligned to it
+MOST_ROWS = 2**32 - 1
 LOOKUPS_A_TILE = 128
 MOST_BAGS_A_TILE = 16
 
@@ -155,6 +156,9 @@ class Lookups:
     def __init__(self, inputs: EmbeddingInputs, lane: CudaChannel) -> None:
         inputs.check()
         check_structs(lane.lib)
+        tallest = max((t.shape[0] for t in inputs.tables), default=0)
+        if tallest > MOST_ROWS:
+            raise ValueError(f"{OPERATOR}: the kernels take tables of up to {MOST_ROWS} rows, got one of {tallest}")
         self.inputs, self.lane = inputs, lane
         self.indices, self.offsets = _of_one_type(inputs.indices.contiguous(), inputs.offsets.contiguous())
         self.weights = None if inputs.weights is None else inputs.weights.detach().contiguous()

@@ -7,7 +7,7 @@
 
 namespace fused_ops {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;  // of the one block that a call has on an SM
 
 // Bytes: adjacent columns of a row, where they come from and where they go.
 struct Run {
@@ -50,7 +50,7 @@ __device__ __noinline__ void put_divided(char* to, int64_t to_stride, const char
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3) rows_kernel(const __grid_constant__ RowsParams p) {
+__global__ void __launch_bounds__(kThreads, 1) rows_kernel(const __grid_constant__ RowsParams p) {
   __shared__ Shared shared;
   Call call(p.call, &shared);
   const int rank = p.call.link.rank, slices = p.call.slices;
@@ -98,10 +98,7 @@ int fo_cuda_rows_warps() { return kThreads / 32; }
 
 int fo_cuda_rows_load() {
   for (int dtype = 0; dtype < 3; ++dtype) {
-    const int code = with_dtype(dtype, [](auto value) {
-      cudaFuncAttributes attributes;
-      return static_cast<int>(cudaFuncGetAttributes(&attributes, rows_kernel<decltype(value)>));
-    });
+    const int code = with_dtype(dtype, [](auto value) { return prepare(rows_kernel<decltype(value)>); });
     if (code) return code;
   }
   return 0;

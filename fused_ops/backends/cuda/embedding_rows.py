@@ -15,8 +15,6 @@ from fused_ops.launch_geometry import num_blocks
 from fused_ops.symmetric.cuda_channel import CudaChannel
 
 TILE_BYTES = 16 * 1024
-DEFAULT_SMS = 64
-BLOCKS_AN_SM = 3
 
 
 def gradients_to_owners(grad: Tensor, inputs: EmbeddingInputs, average: bool, tag: int, lane: CudaChannel) -> Tensor:
@@ -63,7 +61,7 @@ def lookups_to_samples(pooled: Tensor, inputs: EmbeddingInputs, tag: int, lane: 
 def _launch(params: RowsParams, inputs: EmbeddingInputs, lane: CudaChannel, largest_pair_bytes: int) -> None:
     params.call.slices = lane.slices(largest_pair_bytes)
     tiles = sum(-(-params.send_rows[r] // params.send_tile_rows[r]) for r in range(inputs.world))
-    blocks = num_blocks(tiles // lane.lib.fo_cuda_rows_warps() + 1, DEFAULT_SMS, BLOCKS_AN_SM)
+    blocks = num_blocks(tiles // lane.lib.fo_cuda_rows_warps() + 1, lane.sms)
     dtype = DTYPE_CODES[inputs.dtype]
     lane.launch_done(lane.lib.fo_cuda_rows(ctypes.byref(params), dtype, blocks, lane.stream_pointer()))
 

@@ -17,7 +17,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kAnyRowsBlocks = 512;
 constexpr int kUnit = 64;          // words a group of lanes runs through
 constexpr int kEntriesInFlight = 4;
-constexpr int kShortSpan = 16;     // units that one group adds up alone; longer spans take the whole block
+constexpr int kShortSpan = 16;     // units that one warp adds up alone; longer spans take the whole block
+constexpr int kUnitsAWarp = 8;     // whose spans a warp looks after
 
 struct UpdateParams {
   Lookups lookups;
@@ -90,14 +91,44 @@ __device__ __forceinline__ bool suppressed(const UpdateParams& p) {
   return kOptimizer != kPlain && *p.halted != 0;  // a plain gradient shows the poison instead
 }
 
+// What the lanes that share a row need of one word. Each lane finds it out for a word of its own and hands it to the others.
+template <int kOptimizer>
+struct Work {
+  const char* grad;
+  RowPlace row;
+  float factor;
+  int32_t dim;
+  bool changes, ends;  // there is something to change; the word is its row's last
+
+  __device__ __forceinline__ Work from(unsigned mask, int source, int lanes) const {
+    Work w;
+    w.grad = hand(mask, grad, source, lanes);
+    w.row.weights = hand(mask, row.weights, source, lanes);
+    if constexpr (kOptimizer >= kAdagrad) w.row.state = hand(mask, row.state, source, lanes);
+    if constexpr (kOptimizer == kAdam) w.row.second_state = hand(mask, row.second_state, source, lanes);
+    w.factor = __shfl_sync(mask, factor, source, lanes);
+    const int packed = __shfl_sync(mask, dim << 2 | changes << 1 | static_cast<int>(ends), source, lanes);
+    w.dim = packed >> 2;
+    w.changes = packed >> 1 & 1;
+    w.ends = packed & 1;
+    return w;
+  }
+
+ private:
+  template <class P>
+  static __device__ __forceinline__ P* hand(unsigned mask, P* pointer, int source, int lanes) {
+    return reinterpret_cast<P*>(__shfl_sync(mask, reinterpret_cast<unsigned long long>(pointer), source, lanes));
+  }
+};
+
 // kVectors: of 16 bytes, that each lane has of a row.
 template <int kOptimizer, class T, int kVectors>
-__global__ void __launch_bounds__(kThreads) units_kernel(const __grid_constant__ UpdateParams p) {
+__global__ void __launch_bounds__(kThreads, 2) units_kernel(const __grid_constant__ UpdateParams p) {
   constexpr int kCount = Pack<T, uint4>::kCount, kDepth = kEntriesInFlight / kVectors;
   if (suppressed<kOptimizer>(p)) return;
   const Applied<kOptimizer> optimizer(p.optimizer);
-  const int lanes = p.lanes, first_column = lane() % lanes * kCount, column_step = lanes * kCount;
-  const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() / lanes * lanes);
+  const int lanes = p.lanes, l0 = lane() % lanes, first_column = l0 * kCount, column_step = lanes * kCount;
+  const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() - l0);
   const int64_t unit = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes, nnz = p.lookups.nnz;
   const int64_t first = unit * kUnit, end = min(first + kUnit, nnz);
   if (first >= nnz) return;
@@ -105,71 +136,83 @@ __global__ void __launch_bounds__(kThreads) units_kernel(const __grid_constant__
   Place place{};
   bool began_before = first > 0 && row_at(p, first - 1) == row_at(p, first);
   float sum[kVectors][kCount] = {};
-  for (int64_t i = first; i < end; i += kDepth) {
-    uint4 grad[kDepth][kVectors];
-    RowPart<kOptimizer, T, uint4> part[kDepth][kVectors];
-    Entry entry[kDepth];
-    Target target[kDepth];
-    int dim[kDepth];
-    float row_state[kDepth];
-    bool ends[kDepth];
-#pragma unroll
-    for (int u = 0; u < kDepth; ++u) {
-      if (i + u >= end) break;
-      const uint64_t word = p.order[i + u];
-      entry[u] = Entry(p, place, word);
-      target[u] = place.target;
-      dim[u] = place.feature.dim;
-      ends[u] = i + u + 1 == nnz || row_at(p, i + u + 1) != word >> p.shift;
-      if constexpr (kOptimizer == kRowwiseAdagrad) row_state[u] = ends[u] ? target[u].state[entry[u].row] : 0.0f;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int column = first_column + v * column_step;
-        grad[u][v] = uint4();
-        if (column >= dim[u]) continue;
-        grad[u][v] = __ldg(reinterpret_cast<const uint4*>(entry[u].grad + column * sizeof(T)));
-        if (ends[u] && target[u].rows) part[u][v].load(target[u], entry[u].row * dim[u] + column);
-      }
+  uint64_t next = first + l0 < end ? p.order[first + l0] : 0;
+  for (int64_t base = first; base < end; base += lanes) {
+    const int size = static_cast<int>(min(static_cast<int64_t>(lanes), end - base));
+    const int64_t mine = base + l0;
+    Work<kOptimizer> own{};
+    if (mine < end) {
+      const uint64_t word = next;
+      const Entry entry(p, place, word);
+      own.grad = entry.grad;
+      own.factor = entry.factor;
+      own.dim = place.feature.dim;
+      own.changes = place.target.rows != nullptr;
+      own.row = RowPlace::of(place.target, kOptimizer, entry.row, own.dim, sizeof(T));
+      own.ends = mine + 1 == nnz || row_at(p, mine + 1) != word >> p.shift;
+      if (mine + lanes < end) next = p.order[mine + lanes];
     }
+    __syncwarp(mask);
+    for (int k = 0; k < size; k += kDepth) {
+      uint4 grad[kDepth][kVectors];
+      RowPart<kOptimizer, T, uint4> part[kDepth][kVectors];
+      Work<kOptimizer> work[kDepth];
+      float row_state[kDepth];
 #pragma unroll
-    for (int u = 0; u < kDepth; ++u) {
-      if (i + u >= end) break;
+      for (int u = 0; u < kDepth; ++u) {
+        work[u] = own.from(mask, min(k + u, size - 1), lanes);
+        const bool writes = work[u].ends && work[u].changes && k + u < size;
+        if constexpr (kOptimizer == kRowwiseAdagrad) row_state[u] = writes ? *work[u].row.state : 0.0f;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float value[kCount];
-        Pack<T, uint4>::unpack(grad[u][v], value);
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) sum[v][k] = fmaf(entry[u].factor, value[k], sum[v][k]);
+        for (int v = 0; v < kVectors; ++v) {
+          const int column = first_column + v * column_step;
+          grad[u][v] = uint4();
+          if (column >= work[u].dim) continue;
+          grad[u][v] = __ldg(reinterpret_cast<const uint4*>(work[u].grad + column * sizeof(T)));
+          if (writes) part[u][v].load(work[u].row, column);
+        }
       }
-      if (!ends[u] && i + u + 1 < end) continue;
-      if (ends[u] && !began_before) {
-        float square = 0.0f;
-        if constexpr (kOptimizer == kRowwiseAdagrad) {
+#pragma unroll
+      for (int u = 0; u < kDepth; ++u) {
+        if (k + u >= size) break;
+        const Work<kOptimizer>& w = work[u];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          float value[kCount];
+          Pack<T, uint4>::unpack(grad[u][v], value);
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) sum[v][i] = fmaf(w.factor, value[i], sum[v][i]);
+        }
+        if (!w.ends && base + k + u + 1 < end) continue;
+        if (w.ends && !began_before) {
+          float square = 0.0f;
+          if constexpr (kOptimizer == kRowwiseAdagrad) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+              for (int i = 0; i < kCount; ++i) square = fmaf(sum[v][i], sum[v][i], square);
+            square = sum_over(square, lanes, mask) / static_cast<float>(w.dim);
+          }
+          if (w.changes) {
+            const float rate = rate_of(optimizer, w.row.state, row_state[u], square, first_column == 0);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+              const int column = first_column + v * column_step;
+              if (column < w.dim) part[u][v].apply(optimizer, w.row, column, sum[v], rate);
+            }
+          }
+        } else {
+          float* partial = (w.ends ? p.head : p.tail) + unit * p.width;
 #pragma unroll
           for (int v = 0; v < kVectors; ++v)
-#pragma unroll
-            for (int k = 0; k < kCount; ++k) square = fmaf(sum[v][k], sum[v][k], square);
-          square = sum_over(square, lanes, mask) / static_cast<float>(dim[u]);
+            if (first_column + v * column_step < w.dim) store_floats<kCount>(partial + first_column + v * column_step, sum[v]);
         }
-        if (target[u].rows) {
-          const float rate = rate_of(optimizer, target[u].state + entry[u].row, row_state[u], square, first_column == 0);
-#pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            const int column = first_column + v * column_step;
-            if (column < dim[u]) part[u][v].apply(optimizer, target[u], entry[u].row * dim[u] + column, sum[v], rate);
-          }
-        }
-      } else {
-        float* partial = (ends[u] ? p.head : p.tail) + unit * p.width;
+        began_before = false;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
-          if (first_column + v * column_step < dim[u]) store_floats<kCount>(partial + first_column + v * column_step, sum[v]);
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) sum[v][i] = 0.0f;
       }
-      began_before = false;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v)
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) sum[v][k] = 0.0f;
     }
   }
 }
@@ -182,6 +225,7 @@ __device__ __forceinline__ int64_t span_of(const UpdateParams& p, int64_t unit) 
   const uint64_t row = row_at(p, end - 1);
   if (row_at(p, end) != row) return 0;
   if (first > 0 && row_at(p, first - 1) == row) return 0;  // began before
+  if (row_at(p, min(end + kUnit, nnz) - 1) != row) return 1;
   int64_t low = end, high = nnz;  // the first word of another row
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -201,62 +245,66 @@ __device__ __forceinline__ float add_partials(const UpdateParams& p, int64_t uni
 
 // A row whose sum lies in memory, by one warp.
 template <int kOptimizer, class T>
-__device__ __forceinline__ void apply_row(const UpdateParams& p, const Applied<kOptimizer>& optimizer, const Place& place, int64_t row,
-                                          const float* sum) {
+__device__ __forceinline__ void apply_row(const Applied<kOptimizer>& optimizer, const Place& place, int64_t row, const float* sum) {
   const int dim = place.feature.dim;
-  const Target& target = place.target;
-  if (target.rows == nullptr) return;
+  if (place.target.rows == nullptr) return;
+  const RowPlace to = RowPlace::of(place.target, kOptimizer, row, dim, sizeof(T));
   float square = 0.0f, state = 0.0f;
   if constexpr (kOptimizer == kRowwiseAdagrad) {
     for (int column = lane(); column < dim; column += 32) square = fmaf(sum[column], sum[column], square);
     square = sum_over(square, 32, kAllLanes) / static_cast<float>(dim);
-    state = target.state[row];
+    state = *to.state;
     __syncwarp();
   }
-  const float rate = rate_of(optimizer, target.state + row, state, square, lane() == 0);
+  const float rate = rate_of(optimizer, to.state, state, square, lane() == 0);
   for (int column = lane(); column < dim; column += 32) {
     RowPart<kOptimizer, T, T> part;
-    part.load(target, row * dim + column);
-    part.apply(optimizer, target, row * dim + column, sum + column, rate);
+    part.load(to, column);
+    part.apply(optimizer, to, column, sum + column, rate);
   }
 }
 
-// A warp a unit; spans too long for one warp are added up by the whole block, each warp a fixed part.
+// A warp looks after kUnitsAWarp units; spans too long for one warp are added up by the whole block, each warp a fixed part.
 template <int kOptimizer, class T>
 __global__ void __launch_bounds__(kThreads) spans_kernel(const __grid_constant__ UpdateParams p, int64_t units) {
   extern __shared__ float sums[];  // [kWarps, width]
-  __shared__ int64_t spans[kWarps];
+  __shared__ int64_t spans[kWarps * kUnitsAWarp];
   if (suppressed<kOptimizer>(p)) return;
   const Applied<kOptimizer> optimizer(p.optimizer);
   const int warp = threadIdx.x / 32, width = p.width;
-  const int64_t first_unit = static_cast<int64_t>(blockIdx.x) * kWarps, unit = first_unit + warp;
-  const int64_t span = unit < units ? span_of(p, unit) : 0;
-  if (lane() == 0) spans[warp] = span;
+  const int64_t first_unit = static_cast<int64_t>(blockIdx.x) * kWarps * kUnitsAWarp;
+  if (threadIdx.x < kWarps * kUnitsAWarp) {
+    const int64_t unit = first_unit + threadIdx.x;
+    spans[threadIdx.x] = unit < units ? span_of(p, unit) : 0;
+  }
+  __syncthreads();
   float* mine = sums + warp * width;
 
-  if (span > 0 && span <= kShortSpan) {
+  for (int n = warp; n < kWarps * kUnitsAWarp; n += kWarps) {
+    const int64_t span = spans[n], unit = first_unit + n;
+    if (span == 0 || span > kShortSpan) continue;
     Place place{};
     const Entry entry(p, place, p.order[(unit + 1) * kUnit - 1]);
     for (int column = lane(); column < place.feature.dim; column += 32) mine[column] = add_partials(p, unit, 0, span + 1, span, column);
     __syncwarp();
-    apply_row<kOptimizer, T>(p, optimizer, place, entry.row, mine);
+    apply_row<kOptimizer, T>(optimizer, place, entry.row, mine);
+    __syncwarp();
   }
-  __syncthreads();
-  for (int w = 0; w < kWarps; ++w) {
-    if (spans[w] <= kShortSpan) continue;
-    const int64_t u = first_unit + w, parts = spans[w] + 1;
+  for (int n = 0; n < kWarps * kUnitsAWarp; ++n) {
+    if (spans[n] <= kShortSpan) continue;
+    __syncthreads();
+    const int64_t unit = first_unit + n, parts = spans[n] + 1;
     Place place{};
-    const Entry entry(p, place, p.order[(u + 1) * kUnit - 1]);
+    const Entry entry(p, place, p.order[(unit + 1) * kUnit - 1]);
     for (int column = lane(); column < place.feature.dim; column += 32)
-      mine[column] = add_partials(p, u, parts * warp / kWarps, parts * (warp + 1) / kWarps, spans[w], column);
+      mine[column] = add_partials(p, unit, parts * warp / kWarps, parts * (warp + 1) / kWarps, spans[n], column);
     __syncthreads();
     if (warp == 0) {
       for (int column = lane(); column < place.feature.dim; column += 32)
         for (int other = 1; other < kWarps; ++other) mine[column] += sums[other * width + column];
       __syncwarp();
-      apply_row<kOptimizer, T>(p, optimizer, place, entry.row, mine);
+      apply_row<kOptimizer, T>(optimizer, place, entry.row, mine);
     }
-    __syncthreads();
   }
 }
 
@@ -283,7 +331,7 @@ __global__ void __launch_bounds__(kThreads) any_rows_kernel(const __grid_constan
       sum[column] = total;
     }
     __syncwarp();
-    apply_row<kOptimizer, T>(p, optimizer, place, entry.row, sum);
+    apply_row<kOptimizer, T>(optimizer, place, entry.row, sum);
     __syncwarp();
   }
 }
@@ -343,7 +391,7 @@ int fo_cuda_update(UpdateParams* p, int dtype, int optimizer, int vectors, float
   p->head = scratch;
   p->tail = scratch + units * p->width;
   const auto blocks = static_cast<unsigned>((units * p->lanes + kThreads - 1) / kThreads);
-  const auto span_blocks = static_cast<unsigned>((units + kWarps - 1) / kWarps);
+  const auto span_blocks = static_cast<unsigned>((units + kWarps * kUnitsAWarp - 1) / (kWarps * kUnitsAWarp));
   const size_t span_bytes = static_cast<size_t>(kWarps) * p->width * sizeof(float);
   if (units > 0) {
     const int code = with_dtype(dtype, [&](auto value) {

@@ -161,11 +161,12 @@ def embedding_update(
     """See `fused_ops.embedding_backward._update`. Nothing changes after a failure that is not raised yet."""
     lane = open_channel(group, channel, inputs.indices.device)
     optimizer.check(inputs.tables)
-    lookups = Lookups(inputs, lane)
-    if optimizer.step is not None:
-        optimizer.step.add_((lane.state[State.SUPPRESSED] == 0).to(torch.int64))
-    last = weights_gradient(grad, order, lookups, weight_gradient)
-    update_rows(grad, order, lookups, optimizer, inputs.tables)
+    with lane.on_device():
+        lookups = Lookups(inputs, lane)
+        if optimizer.step is not None:
+            optimizer.step.add_((lane.state[State.SUPPRESSED] == 0).to(torch.int64))
+        last = weights_gradient(grad, order, lookups, weight_gradient)
+        update_rows(grad, order, lookups, optimizer, inputs.tables)
     return last
 
 
@@ -180,10 +181,11 @@ def embedding_gradients(
 ) -> list[Tensor]:
     """See `fused_ops.embedding_backward._gradients`. All are NaN after a failure that is not raised yet."""
     lane = open_channel(group, channel, inputs.indices.device)
-    lookups = Lookups(inputs, lane)
-    start = torch.where(lane.state[State.SUPPRESSED] == 0, 0.0, float("nan")).to(inputs.dtype)
-    dense = {t: start.expand(inputs.tables[t].shape).contiguous() for t in wanted}
-    last = weights_gradient(grad, order, lookups, weight_gradient)
-    targets = [dense.get(t) for t in range(len(inputs.tables))]
-    update_rows(grad, order, lookups, OptimizerInputs("none", [], None, []), targets)
+    with lane.on_device():
+        lookups = Lookups(inputs, lane)
+        start = torch.where(lane.state[State.SUPPRESSED] == 0, 0.0, float("nan")).to(inputs.dtype)
+        dense = {t: start.expand(inputs.tables[t].shape).contiguous() for t in wanted}
+        last = weights_gradient(grad, order, lookups, weight_gradient)
+        targets = [dense.get(t) for t in range(len(inputs.tables))]
+        update_rows(grad, order, lookups, OptimizerInputs("none", [], None, []), targets)
     return [*dense.values(), last]

@@ -6,26 +6,13 @@ import triton
 import triton.language as tl
 
 from fused_ops.backends.triton.link import aligned, put_slice
-from fused_ops.backends.triton.protocol import EPOCH, claim, destination, post_credits, stopped, tile_sent
+from fused_ops.backends.triton.protocol import EPOCH, LINK_SCALARS, claim, post_credits, receiver, stopped, tile_sent
 
 RUN_WORDS = tl.constexpr(3)
 RUN_COLUMN, RUN_WIDTH, RUN_PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "own",
-        "rank",
-        "world",
-        "tag",
-        "place",
-        "num_tiles",
-        "delay_us",
-        "first_sample",
-        "num_samples",
-        "total_dim",
-    ]
-)
+@triton.jit(do_not_specialize=[*LINK_SCALARS, "first_sample", "num_samples", "total_dim"])
 def exchange_gradient_kernel(
     state,
     record: tl.int64,
@@ -58,7 +45,6 @@ def exchange_gradient_kernel(
     """Tiles: one that posts the credits, then one a run of columns and ROWS samples, by destination."""
     record = record.to(tl.pointer_type(tl.int64))
     epoch = tl.load(state + EPOCH) + 1
-    lane = tl.arange(0, LANES)
     if stopped(state):
         num_tiles = num_tiles * 0
     tile = claim(state, num_tiles)
@@ -66,16 +52,11 @@ def exchange_gradient_kernel(
         if tile == 0:
             post_credits(control, epoch, rank, world, tag, place, LANES)
         else:
-            starts = tl.load(first_tiles + lane, mask=lane < world, other=num_tiles)
-            turn = tl.sum((starts <= tile).to(tl.int32), 0) - 1
-            peer = (rank + 1 + turn) % world
-            tiles = tl.load(slices + peer)
-            base = own
-            if peer != rank:
-                base = destination(state, record, control, arenas, epoch, rank, peer, tag, LANES)
-            if base != 0:
+            peer, address, at = receiver(
+                state, record, control, arenas, first_tiles, own, epoch, rank, world, tag, tile, num_tiles, LANES
+            )
+            if address != 0:
                 blocks = tl.maximum((num_samples + ROWS - 1) // ROWS, 1)
-                at = tile - tl.load(first_tiles + turn)
                 number = tl.load(run_begin + peer) + at // blocks
                 exists = number < tl.load(run_begin + peer + 1)
                 run = runs + number * RUN_WORDS
@@ -86,9 +67,10 @@ def exchange_gradient_kernel(
                 packed = tl.multiple_of(tl.load(run + RUN_PACKED, mask=exists, other=0), ALIGN)
                 to_stride = aligned(tl.load(local_dims + peer), ALIGN)
                 from_stride = aligned(total_dim, ALIGN)
-                output = tl.multiple_of(base.to(tl.pointer_type(DTYPE)), 16)
-                for start in range(0, width, BLOCK_D):
-                    at_column = start + tl.arange(0, BLOCK_D)
+                output = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+                chunk = 0
+                while chunk * BLOCK_D < width:
+                    at_column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
                     mask = inside[:, None] & (at_column < width)[None, :]
                     source = grad + sample[:, None] * from_stride + (column + at_column)[None, :]
                     values = tl.load(source, mask=mask, other=0.0)
@@ -96,5 +78,6 @@ def exchange_gradient_kernel(
                         values = tl.div_rn(values.to(tl.float32), tl.full([ROWS, BLOCK_D], 1.0, tl.float32) * divisor)
                     to = output + (first_sample + sample)[:, None] * to_stride + (packed + at_column)[None, :]
                     put_slice(to, values, mask)
-                tile_sent(state, control, epoch, rank, peer, tag, tiles, delay_us, LANES)
+                    chunk += 1
+                tile_sent(state, control, epoch, rank, peer, tag, tl.load(slices + peer), delay_us, LANES)
         tile = claim(state, num_tiles)

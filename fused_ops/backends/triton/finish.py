@@ -79,7 +79,7 @@ def abort(state, control, epoch, rank, peers, slices, abort_tag, LANES: tl.const
 @triton.jit
 def poison(output, num_bytes, BLOCK: tl.constexpr):
     """Fill with 0xFF, which is NaN in every dtype."""
-    words = output.to(tl.pointer_type(tl.int8))
+    words = output.to(tl.int64).to(tl.pointer_type(tl.int8))
     at = tl.arange(0, BLOCK).to(tl.int64)
     while tl.min(at, 0) < num_bytes:
         tl.store(words + at, tl.full([BLOCK], -1, tl.int8), mask=at < num_bytes)
@@ -95,11 +95,12 @@ def describe(record, problem, offsets, indices, batch, num_bags):
     tl.store(record + PROBLEM_AT, at)
     if kind == OUT_OF_RANGE:
         tl.store(record + PROBLEM_VALUE, tl.load(indices + at).to(tl.int64))
-        bag = batch
-        while bag < num_bags:
-            if tl.load(offsets + bag) <= at:
-                tl.store(record + PROBLEM_FEATURE, bag // batch)
-            bag += batch
+        feature = batch * 0
+        while ((feature + 1) * batch < num_bags) & (
+            tl.load(offsets + tl.minimum((feature + 1) * batch, num_bags)) <= at
+        ):
+            feature += 1
+        tl.store(record + PROBLEM_FEATURE, feature)
     else:
         tl.store(record + PROBLEM_VALUE, tl.load(offsets + at).to(tl.int64))
         tl.store(record + PROBLEM_FEATURE, (at - 1) // tl.maximum(batch, 1))
@@ -171,6 +172,8 @@ def finish_kernel(
         absent = late & ((load_acquire(inbox + CREDIT_TAG, peers) >> 32) != epoch)
         if tl.sum(absent.to(tl.int32), 0) > 0:
             late = absent
+        if REJECTED_HERE:
+            code = code * 0 + TIMEOUT
         if code == 0:
             code = code * 0 + TIMEOUT
             phase = phase * 0 + PHASE_DATA
@@ -178,9 +181,10 @@ def finish_kernel(
 
     if code != 0:
         poison(output, output_bytes, 4096)
-        if REJECTED_HERE == 0:
+        # What the host rejected it has raised already.
+        if (num_late > 0) | (REJECTED_HERE == 0):
             tl.store(state + SUPPRESSED, 1)
-            if tl.load(record + SERIAL, volatile=True) == 0:
+            if tl.max(tl.load(record + SERIAL + peer * 0, volatile=True), 0) == 0:
                 tl.store(record + CODE, code)
                 tl.store(record + PHASE, phase)
                 tl.store(record + PEER, culprit)
@@ -190,7 +194,6 @@ def finish_kernel(
                 tl.store(record + RECORD_EPOCH, epoch)
                 tl.store(record + CALL, call_number)
                 if problem != NO_PROBLEM:
-                    tl.store(record + PROBLEM_FEATURE, 0)
                     describe(record, problem, offsets, indices, batch, num_bags)
                 tl.debug_barrier()
                 store_release(record + SERIAL + peer * 0, epoch + peer * 0, peer == 0)

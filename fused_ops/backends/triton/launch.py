@@ -7,7 +7,6 @@ posted by that earlier kernel already, so the load can only be delayed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,10 @@ from fused_ops.symmetric.triton_channel import Receipt, TritonChannel, triton_ch
 
 NUM_WARPS = 4
 LANES = 32 * NUM_WARPS
-PROGRAMS_A_SM = 4
+# Programs that wait for a peer must all be resident, also where ranks that share a card each take their share of its SMs: three
+# of 128 threads and 168 registers are what an SM holds.
+PROGRAMS_A_SM = 3
+MOST_REGISTERS = 168
 TILE_ELEMENTS = 2048  # of a program's tile, 16 a thread
 WIDEST_BLOCK = 256
 
@@ -50,9 +52,9 @@ def open_channel(group: GroupContext, channel: int, device: torch.device) -> Tri
 
 
 def persistent_grid(lane: TritonChannel, tiles: int) -> tuple[int]:
-    """Programs for a kernel that shares out `tiles`: PROGRAMS_A_SM on each SM it may use."""
-    blocks = num_blocks(math.ceil(tiles / PROGRAMS_A_SM), lane.num_sms)
-    return (min(max(tiles, 1), PROGRAMS_A_SM * blocks),)
+    """Programs for a kernel that shares out `tiles`."""
+    blocks = num_blocks(triton.cdiv(tiles, PROGRAMS_A_SM), lane.sms)
+    return (min(tiles, PROGRAMS_A_SM * blocks),)
 
 
 def block_of(widest: int, limit: int = WIDEST_BLOCK) -> tuple[int, int]:
@@ -79,6 +81,7 @@ def link_arguments(lane: TritonChannel, sends: Sends, tag: int, receipt: Receipt
         "delay_us": lane.stress_delay_us,
         "LANES": LANES,
         "num_warps": NUM_WARPS,
+        "maxnreg": MOST_REGISTERS,
     }
 
 

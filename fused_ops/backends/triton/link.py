@@ -58,7 +58,7 @@ if INTERPRETED:
         return time.monotonic_ns()
 
     def pause(LANES):  # type: ignore[no-untyped-def]
-        time.sleep(1e-4)
+        time.sleep(2e-3)
 
 else:
 

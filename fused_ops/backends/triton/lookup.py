@@ -7,7 +7,7 @@ import triton.language as tl
 
 from fused_ops.backends.triton.features import COLUMN, DIM, ROWS, TABLE, WORDS
 from fused_ops.backends.triton.link import aligned, put_slice
-from fused_ops.backends.triton.protocol import EPOCH, claim, destination, post_credits, stopped, tile_sent
+from fused_ops.backends.triton.protocol import EPOCH, LINK_SCALARS, claim, post_credits, receiver, stopped, tile_sent
 
 ERROR, CLAMP, HASH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -73,7 +73,7 @@ def pooled(
     return total
 
 
-@triton.jit(do_not_specialize=["own", "rank", "world", "tag", "place", "num_tiles", "delay_us", "batch", "total_dim"])
+@triton.jit(do_not_specialize=[*LINK_SCALARS, "batch", "total_dim"])
 def lookup_kernel(
     state,
     record: tl.int64,
@@ -108,7 +108,6 @@ def lookup_kernel(
     """Tiles: one that posts the credits, then one a feature and BAGS samples of a destination, by destination."""
     record = record.to(tl.pointer_type(tl.int64))
     epoch = tl.load(state + EPOCH) + 1
-    lane = tl.arange(0, LANES)
     if stopped(state):
         num_tiles = num_tiles * 0
     tile = claim(state, num_tiles)
@@ -116,18 +115,13 @@ def lookup_kernel(
         if tile == 0:
             post_credits(control, epoch, rank, world, tag, place, LANES)
         else:
-            starts = tl.load(first_tiles + lane, mask=lane < world, other=num_tiles)
-            turn = tl.sum((starts <= tile).to(tl.int32), 0) - 1
-            peer = (rank + 1 + turn) % world
-            tiles = tl.load(slices + peer)
-            base = own
-            if peer != rank:
-                base = destination(state, record, control, arenas, epoch, rank, peer, tag, LANES)
-            if base != 0:
+            peer, address, at = receiver(
+                state, record, control, arenas, first_tiles, own, epoch, rank, world, tag, tile, num_tiles, LANES
+            )
+            if address != 0:
                 first_sample = tl.load(samples + peer)
                 count = tl.load(samples + peer + 1) - first_sample
                 blocks = tl.maximum((count + BAGS - 1) // BAGS, 1)
-                at = tile - tl.load(first_tiles + turn)
                 feature = features + (at // blocks) * WORDS
                 sample = (at % blocks) * BAGS + tl.arange(0, BAGS)
                 dim = aligned(tl.load(feature + DIM), ALIGN)
@@ -139,26 +133,16 @@ def lookup_kernel(
                 table = tl.multiple_of(tl.load(feature + TABLE).to(tl.pointer_type(DTYPE)), TABLE_BYTES)
                 stride = aligned(total_dim, ALIGN)
                 first_column = aligned(tl.load(feature + COLUMN), ALIGN)
-                output = tl.multiple_of(base.to(tl.pointer_type(DTYPE)), 16)
-                for start in range(0, dim, BLOCK_D):
-                    column = start + tl.arange(0, BLOCK_D)
+                output = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+                chunk = 0
+                while chunk * BLOCK_D < dim:
+                    column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
                     values = pooled(
-                        table,
-                        dim,
-                        rows,
-                        indices,
-                        weights,
-                        begin,
-                        end,
-                        column,
-                        DTYPE,
-                        WEIGHTED,
-                        MEAN,
-                        POLICY,
-                        BAGS,
-                        BLOCK_D,
-                    )
+                        table, dim, rows, indices, weights, begin, end, column,
+                        DTYPE, WEIGHTED, MEAN, POLICY, BAGS, BLOCK_D,
+                    )  # fmt: skip
                     to = output + sample[:, None] * stride + (first_column + column)[None, :]
                     put_slice(to, values, inside[:, None] & (column < dim)[None, :])
-                tile_sent(state, control, epoch, rank, peer, tag, tiles, delay_us, LANES)
+                    chunk += 1
+                tile_sent(state, control, epoch, rank, peer, tag, tl.load(slices + peer), delay_us, LANES)
         tile = claim(state, num_tiles)

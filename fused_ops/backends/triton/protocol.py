@@ -34,6 +34,9 @@ ARENA_SHIFT = tl.constexpr(layout.ARENA_SHIFT)
 OFFSET_MASK = tl.constexpr((1 << layout.ARENA_SHIFT) - 1)
 PLACE_SHIFT = tl.constexpr(layout.PLACE_SHIFT)
 
+# What every send kernel takes and no variant should be compiled for.
+LINK_SCALARS = ("record", "own", "rank", "world", "tag", "place", "num_tiles", "delay_us")
+
 TIMEOUT = tl.constexpr(host.TIMEOUT)
 REJECTED = tl.constexpr(host.REJECTED)
 BAD_TAG = tl.constexpr(host.BAD_TAG)
@@ -92,6 +95,22 @@ def destination(state, record, control, arenas, epoch, rank, peer, tag, LANES: t
         if tl.atomic_cas(state + FAILED, address, code, sem="relaxed", scope="gpu") == 0:
             tl.store(state + FAILED_PEER, peer)
     return address
+
+
+@triton.jit
+def receiver(
+    state, record, control, arenas, first_tiles, own, epoch, rank, world, tag, tile, num_tiles, LANES: tl.constexpr
+):  # fmt: skip
+    """Of a tile after the first: (rank it is for, address of that rank's slot or 0 when the call has failed, its number in the
+    slice). `own` is the address of this rank's slot."""
+    lane = tl.arange(0, LANES)
+    starts = tl.load(first_tiles + lane, mask=lane < world, other=num_tiles)
+    turn = tl.sum((starts <= tile).to(tl.int32), 0) - 1
+    peer = (rank + 1 + turn) % world
+    address = own
+    if peer != rank:
+        address = destination(state, record, control, arenas, epoch, rank, peer, tag, LANES)
+    return peer, address, tile - tl.load(first_tiles + turn)
 
 
 @triton.jit

@@ -17,7 +17,10 @@ TARGET_WORDS = tl.constexpr(4)
 
 
 @triton.jit
-def moved(value, gradient, at, row, dim, words, live, mask, learning_rate, corrections, eps, beta1, beta2, OPTIMIZER: tl.constexpr, STATE_BYTES: tl.constexpr):  # fmt: skip  # noqa: E501
+def moved(
+    value, gradient, at, row, dim, words, live, mask, learning_rate, corrections, eps, beta1, beta2,
+    OPTIMIZER: tl.constexpr, STATE_BYTES: tl.constexpr,
+):  # fmt: skip
     """Rows [n, BLOCK_D] in fp32 after the optimizer's step; their states are updated."""
     rate = tl.load(learning_rate)
     if OPTIMIZER == SGD:

@@ -55,12 +55,12 @@ DEVICE = torch.device("cuda", 0)
 )
 def test_link_that_all_pairs_have(two_gpus, devices, can_reach, others_reach, link):
     two_gpus(can_reach)
-    assert cuda_memory.choose_link(Group(devices, others_reach=others_reach), DEVICE) == link
+    assert cuda_memory.choose_link(Group(devices, others_reach=others_reach), DEVICE) == (link, devices.count("gpu0"))
 
 
 def test_a_link_asked_for_is_taken_or_refused(two_gpus):
     two_gpus(False)
-    assert cuda_memory.choose_link(Group(["gpu0", "gpu1"], link="pinned"), DEVICE) == "pinned"
+    assert cuda_memory.choose_link(Group(["gpu0", "gpu1"], link="pinned"), DEVICE) == ("pinned", 1)
     with pytest.raises(BackendUnavailableError, match="not all devices of group 'g' reach each other"):
         cuda_memory.choose_link(Group(["gpu0", "gpu1"], link="peer"), DEVICE)
 

@@ -55,8 +55,8 @@ class PlainDLRM(nn.Module):
 def train_plain(config: RunConfig) -> list[float]:
     """Losses of `trainer.steps` steps on the whole global batches."""
     model, optim = PlainDLRM(config), config.optim
-    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optim.name]
-    extra = {"eps": optim.eps} if optim.name == "adagrad" else {}
+    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[optim.name]
+    extra = {} if optim.name == "sgd" else {"eps": optim.eps}
     optimizer = make(model.parameters(), lr=optim.lr, **extra)
     losses = []
     batches = tiny.build_batches(config.data, config.model, "train", 0, 1)

@@ -50,3 +50,25 @@ def test_indices_reach_the_owners_and_come_into_range():
         held = results[0][2] | results[1][2]
         assert set(held) == {f"cat_{t}" for t in range(5)}
         assert held["cat_0"][:2] == first
+
+
+def _guarded():
+    from models.dlrm.index_distribution import IndexDistribution
+    from trainers.engines import make_engine
+
+    engine = make_engine(tiny.config(""))
+    guarded = IndexDistribution(engine.indices.collection, guard=True)
+    batch = tiny.global_batch(tiny.config("").model, 0, 6)
+    guarded.start(batch.sparse)
+    guarded.check()
+    batch.sparse.values()[0] = 50
+    arrived = guarded.finish(guarded.send(guarded.start(batch.sparse)))
+    assert int(arrived.indices[0]["cat_0"].values()[0]) == 49
+    with pytest.raises(ValueError, match="feature cat_0 has index 50, its table has 50 rows"):
+        guarded.check()
+    guarded.check()  # raised once
+    engine.close()
+
+
+def test_a_guard_clamps_now_and_raises_when_the_step_is_over():
+    run_ranks(1, _guarded)

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from models.dlrm.plan import COLLECTION, build_plan, bytes_per_rank, describe_plan
 from tests.trainers import tiny
@@ -67,3 +68,13 @@ def test_the_plan_is_placed_alike_with_plain_gradients():
 def test_no_ranks_is_refused():
     with pytest.raises(ValueError, match="at least one rank, got 0"):
         describe_plan(_model([50]), 0)
+
+
+def test_ranks_that_share_a_card_are_placed_on_it():
+    devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+    model = _model([50, 60, 70], dim=128)
+    placed, plain = (build_plan(model, 4, devices=d).plan[COLLECTION] for d in (devices, None))
+    for table, sharding in placed.items():
+        assert sharding.ranks == plain[table].ranks
+        for shard in sharding.sharding_spec.shards:
+            assert shard.placement.device() == devices[shard.placement.rank()]

@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner import ParameterConstraints
 
-from models.dlrm.sharded_embeddings import FusedEmbeddingBagCollectionSharder
+from fused_ops import FusedOptimizer
+from models.dlrm.sharded_embeddings import FusedEmbeddingBagCollectionSharder, FusedShardedEmbeddingBagCollection
 from tests.ranks import run_ranks
 from tests.trainers import tiny
 
@@ -72,5 +75,25 @@ def test_equals_torchrec_with_slices_and_whole_tables(tmp_path):
 
 
 def test_another_optimizer_is_refused():
-    with pytest.raises(ValueError, match="can't be fused into backward; allowed: sgd, adagrad, rowwise_adagrad"):
-        FusedEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.ADAM})
+    with pytest.raises(ValueError, match="can't be fused into backward; allowed: sgd, adagrad, rowwise_adagrad, adam"):
+        FusedEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.LAMB})
+
+
+def _kernel(tables):
+    states = [[torch.full((rows, 4), 10.0 * t), torch.full((rows, 4), 10.0 * t + 1)] for t, rows in tables]
+    iteration = torch.tensor([7])
+    return SimpleNamespace(emb_module=SimpleNamespace(split_optimizer_states=lambda: states, iter=iteration))
+
+
+@pytest.mark.parametrize("kernels", [[], [_kernel([(0, 5), (1, 6)]), _kernel([(2, 7)])]])
+def test_adams_states_are_fbgemms_own(kernels):
+    """All first moments, all second moments, the step: what FusedOptimizer takes. FBGEMM has no Adam on the CPU to ask."""
+    params = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1, "eps": 1e-8}
+    infos = {"table_wise": [SimpleNamespace(fused_params=params)]}
+    collection = SimpleNamespace(sharding_type_to_sharding_infos=infos, _kernels=kernels, _device=torch.device("cpu"))
+    optimizer = FusedShardedEmbeddingBagCollection._make_optimizer(collection)
+    tables = [torch.zeros(rows, 4) for rows in (5, 6, 7)] if kernels else []
+    assert [s.shape for s in optimizer.states] == [s.shape for s in FusedOptimizer.make_states("adam", tables)]
+    assert [float(s[0, 0]) for s in optimizer.states[:-1]] == ([0, 10, 20, 1, 11, 21] if kernels else [])
+    if kernels:
+        assert optimizer.states[-1] is kernels[0].emb_module.iter
