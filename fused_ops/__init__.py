@@ -17,6 +17,7 @@ from fused_ops.errors import (
 )
 from fused_ops.exposed import exposed_wait_ms
 from fused_ops.launch_geometry import set_num_sms
+from fused_ops.symmetric.cuda_channel import set_checking
 from fused_ops.symmetric.group import check_errors, memory_report, set_link, set_timeout
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "exposed_wait_ms",
     "memory_report",
     "reset_counters",
+    "set_checking",
     "set_link",
     "set_num_sms",
     "set_timeout",

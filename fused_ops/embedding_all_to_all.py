@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_ops import host_values
 import fused_ops.embedding_backward  # noqa: F401  (registers the operators that backward calls)
+from fused_ops import host_values
 from fused_ops.dispatch import choose
 from fused_ops.effects import register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs

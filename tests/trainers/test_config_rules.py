@@ -85,11 +85,6 @@ BROKEN = [
     ),
     ("_backend", {"comm__backend": "cuda"}, "comm.backend=cuda works on a GPU, and trainer.device is cpu"),
     ("_backend", {"comm__backend": "host", "trainer__device": "cuda"}, "comm.backend=host works on CPU tensors"),
-    (
-        "_backend",
-        {"comm__backend": "triton", "trainer__device": "cuda"},
-        "comm.backend=triton has no embedding_all_to_all",
-    ),
     ("_backend", {**AUTO, "comm__backend": "host"}, "comm.backend=host contradicts comm.embedding_all_to_all=auto"),
     ("_plain_gradients", {"optim__clip_norm": 1.0}, "optim.clip_norm=1.0 needs the tables' gradients"),
     ("_plain_gradients", {"optim__accumulate": 2}, "set optim.in_backward=false"),
