@@ -153,10 +153,11 @@ class OptimizerInputs:
         """int64 [1]: backwards so far, of an optimizer that counts them."""
         return self.states[-1] if self.kind in KEEPS_STEP else None
 
-    def check(self, tables: Sequence[Tensor]) -> None:
+    def check(self, inputs: EmbeddingInputs) -> None:
         """ValueError where the states do not fit the tables, or threads would update one row at once."""
         if self.kind == "none":
             return
+        tables, device = inputs.tables, inputs.indices.device
         _check_disjoint("table", tables)
         _check_disjoint("state", self.states)
         shapes, keeps_step = TABLE_STATES[self.kind], self.kind in KEEPS_STEP
@@ -175,6 +176,11 @@ class OptimizerInputs:
                 _check_same_device(f"the {self.kind} state of table {t}", state, table)
         if self.step is not None and (self.step.dtype != torch.int64 or self.step.shape != (1,)):
             raise _wrong(f"the {self.kind} step must be int64 [1], got {self.step.dtype} {list(self.step.shape)}")
+        if self.step is not None and self.step.device != device:  # a rank without tables counts its steps as well
+            raise _wrong(
+                f"the {self.kind} step is on {self.step.device}, indices on {device}; `FusedOptimizer.make_states` takes the "
+                "device of a rank without tables"
+            )
         if self.learning_rate is not None and tables:
             _check_same_device("the learning rate (FusedOptimizer's device)", self.learning_rate, tables[0])
 

@@ -29,7 +29,8 @@ class FusedOptimizer:
                              w -= lr * (m / (1 - b1^k)) / (sqrt(v / (1 - b2^k)) + eps)
         where g is the sum of the row's gradients over the global batch. Rows without a gradient do not change.
     states: float32, contiguous, changed in place: none (sgd); s [rows, dim] a table (adagrad); s [rows] a table
-        (rowwise_adagrad); all m, then all v [rows, dim], then k int64 [1] (adam). `make_states` allocates zeros.
+        (rowwise_adagrad); all m, then all v [rows, dim], then k int64 [1] (adam). `make_states` allocates zeros. They are on the
+        tables' device; k of a rank without tables, which counts its steps as well, on the device of its indices.
     betas: (b1, b2) of adam.
     device: where the learning rate lives, by default with the states, else with the CPU. It has to be the tables' device.
     learning_rate: assign to it to schedule it; a backward applies what its forward found, as FBGEMM does. A captured CUDA
@@ -71,16 +72,17 @@ class FusedOptimizer:
             remember(self.learning_rate_tensor, self._learning_rate)
 
     @staticmethod
-    def make_states(kind: str, tables: Sequence[Tensor]) -> list[Tensor]:
-        """Zero states for those tables."""
+    def make_states(kind: str, tables: Sequence[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
+        """Zero states for those tables. device: of adam's step, by default the tables'; without tables nothing else says it."""
         _check_kind(kind)
+        device = device or (tables[0].device if tables else None)
         states = [
             torch.zeros(state_shape(shape, table), dtype=torch.float32, device=table.device)
             for shape in TABLE_STATES[kind]
             for table in tables
         ]
         if kind in KEEPS_STEP:
-            states.append(torch.zeros(1, dtype=torch.int64, device=tables[0].device if tables else None))
+            states.append(torch.zeros(1, dtype=torch.int64, device=device))
         return states
 
 

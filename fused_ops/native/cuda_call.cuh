@@ -23,7 +23,7 @@ struct State {
   uint32_t next_tile[kQueues];
   uint32_t blocks_done;
   uint32_t posted_epoch, posted_tag, posted_place;  // the credit posted ahead
-  uint32_t opened;       // epoch whose credits are posted
+  uint32_t opening, opened;  // epoch that a warp has taken upon itself to open; whose credits are posted
   int32_t stop;          // the running call has failed, or the channel is broken
   int32_t failed, failed_phase, failed_peer;        // of the running call
   int32_t broken;        // a timeout happened: no later call can work
@@ -33,7 +33,7 @@ struct State {
   BadValue bad;
   uint32_t tiles_done[kMaxRanks * kMaxSlices];
   // What one warp of the device has found out for all, by epoch: only it looks at the link, which may be a slow one to look at.
-  uint32_t asking[kMaxRanks], watching[kMaxRanks * kMaxSlices];         // the epoch in which a warp took that upon itself
+  uint32_t watching[kMaxRanks * kMaxSlices];                            // the epoch in which a warp took that upon itself
   uint64_t destination[kMaxRanks], arrived[kMaxRanks * kMaxSlices];     // {epoch, place}, {epoch, tag}
 };
 
@@ -65,6 +65,7 @@ struct CallParams {
   int32_t receive_first_blocks;  // blocks of which one warp delivers what arrives while the others send
 };
 constexpr uint32_t kNone = 0xFFFFFFFFu;
+constexpr uint32_t kRunsAWarp = 4;  // runs that a warp would claim if they stayed as long as the first
 
 // Part `slice` of `count` things, of which the parts are as even as whole things allow.
 __host__ __device__ inline int64_t slice_begin(int64_t count, int slice, int slices) { return count * slice / slices; }
@@ -89,14 +90,19 @@ __device__ __forceinline__ void fail_value(State* s, int code, int rank, int64_t
 
 constexpr int kSharedMemoryPercent = 43;  // 100 KB of the 228 that an SM of Hopper has
 
-// Loads a kernel that waits before anything waits for it: a lazy load would wait behind a kernel that spins. And sets its SMs
-// to a share of shared memory that most kernels can do with, since one that needs more gets in only when an SM is empty; the
-// rest takes the loads under way.
+// Loads a kernel now: a lazy load would wait behind a kernel that spins, perhaps for this one.
+template <class Kernel>
+int load(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  return static_cast<int>(cudaFuncGetAttributes(&attributes, kernel));
+}
+
+// Loads a kernel that waits for peers, and sets its SMs to a share of shared memory that most kernels can do with, since one
+// that needs more gets in only when an SM is empty; the rest takes the loads under way.
 template <class Kernel>
 int prepare(Kernel* kernel) {
-  cudaFuncAttributes attributes;
-  const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel);
-  if (e != cudaSuccess) return static_cast<int>(e);
+  const int failed = load(kernel);
+  if (failed) return failed;
   return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedMemoryPercent));
 }
 
@@ -129,9 +135,9 @@ class Call {
   // The whole call, for every thread of the grid. Tiles for remote ranks come before this rank's own (for all warps but
   // `local_first_warps` of a block); the next rank's first, so that not all ranks store to one.
   //   send_tiles(peer, slice), receive_tiles(source, slice): how many, at least one, since every slice has a flag
-  //   send(to, peer, slice, tile): store a tile of the slice that starts at `to` in the peer's slot
-  //   local(tile): one of `local_tiles`, of what stays here
-  //   receive(source, slice, tile): the slice is here; copy a part of it out of the slot (nothing to do where that is the output)
+  //   send(to, peer, slice, tile, n): store n tiles of a slice in the slot that starts at `to`
+  //   local(tile, n): n of `local_tiles`, of what stays here
+  //   receive(source, slice, tile, n): the slice is here; copy n tiles of it out of the slot, where that is not the output
   template <class SendTiles, class ReceiveTiles, class Send, class Local, class Receive>
   __device__ void run(SendTiles&& send_tiles, ReceiveTiles&& receive_tiles, uint32_t local_tiles, bool copies_out, Send&& send,
                       Local&& local, Receive&& receive) {
@@ -145,49 +151,60 @@ class Call {
     if (threadIdx.x == 0) shared->warps_done = 0;
     __syncthreads();
     if (threadIdx.x < 2) {
-      uint32_t sum = threadIdx.x == 0 ? 1 : 0;  // the first tile of kSends posts the credits
+      uint32_t sum = 0;
       for (int k = 0; k < pairs; ++k) sum = shared->end[threadIdx.x][k] += sum;
     }
     __syncthreads();
-    const uint32_t sends = pairs ? shared->end[0][pairs - 1] : 1, receives = pairs ? shared->end[1][pairs - 1] : 0;
+    const uint32_t sends = pairs ? shared->end[0][pairs - 1] : 0, receives = pairs ? shared->end[1][pairs - 1] : 0;
 
     auto do_sends = [&] {
       int sending = -1;         // the (slice, peer) that this warp's last tiles were of, and how many they were
       uint32_t tiles_sent = 0;
-      drain(kSends, sends, [&](uint32_t tile) {
-        if (tile == 0) return open();
-        const int k = find(0, pairs, tile), peer = peer_of(k);
-        if (k != sending) {
-          leave_slice(sending, tiles_sent);
-          sending = k;
-          tiles_sent = 0;
-          if (lane() == 0) atomicAdd(&shared->sending[k], 1u);
+      drain(kSends, sends, [&](uint32_t tile, uint32_t end) {
+        for (uint32_t n; tile < end; tile += n) {
+          const int k = find(0, pairs, tile), peer = peer_of(k);
+          n = min(end, shared->end[0][k]) - tile;
+          if (k != sending) {
+            leave_slice(sending, tiles_sent);
+            sending = k;
+            tiles_sent = 0;
+            if (lane() == 0) atomicAdd(&shared->sending[k], 1u);
+          }
+          char* to = destination(peer);
+          if (to == nullptr) return false;
+          send(to, peer, k / remote, tile - (k ? shared->end[0][k - 1] : 0), n);
+          tiles_sent += n;
         }
-        char* to = destination(peer);
-        if (to == nullptr) return false;
-        send(to, peer, k / remote, tile - (k ? shared->end[0][k - 1] : 1));
-        ++tiles_sent;
         return true;
       });
       leave_slice(sending, tiles_sent);
     };
     auto do_local = [&] {
-      drain(kLocal, local_tiles, [&](uint32_t tile) {
-        local(tile);
+      drain(kLocal, local_tiles, [&](uint32_t tile, uint32_t end) {
+        local(tile, end - tile);
         return true;
       });
     };
     auto do_receives = [&] {
-      drain(kReceives, receives, [&](uint32_t tile) {
-        const int k = find(1, pairs, tile), source = peer_of(k), slice = k / remote;
-        if (!wait_source(source, slice)) return false;
-        receive(source, slice, tile - (k ? shared->end[1][k - 1] : 0));
+      drain(kReceives, receives, [&](uint32_t tile, uint32_t end) {
+        for (uint32_t n; tile < end; tile += n) {
+          const int k = find(1, pairs, tile), source = peer_of(k), slice = k / remote;
+          n = min(end, shared->end[1][k]) - tile;
+          if (!wait_source(source, slice)) return false;
+          receive(source, slice, tile - (k ? shared->end[1][k - 1] : 0), n);
+        }
         return true;
       });
     };
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    if (warp == 0) open();
     if (copies_out && warp == warps - 1 && blockIdx.x < p.receive_first_blocks) do_receives();
     if (warp < p.local_first_warps) do_local();
+    while (remote && !destination_known(peer_of(0))) {
+      const uint32_t tile = claim(kLocal, local_tiles, 1);
+      if (tile == kNone) break;
+      local(tile, 1);
+    }
     do_sends();
     do_local();
     work_done(warps);
@@ -197,7 +214,7 @@ class Call {
 
   // This rank's part of a call that it rejected: its peers' waits end with the abort tag, and the epoch is used up.
   __device__ void reject() {
-    for (int k = threadIdx.x; k < (p.link.world - 1) * p.slices; k += blockDim.x) shared->end[0][k] = 2 + k;
+    for (int k = threadIdx.x; k < (p.link.world - 1) * p.slices; k += blockDim.x) shared->end[0][k] = 1 + k;
     if (threadIdx.x == 0) shared->warps_done = 0;
     __syncthreads();
     close();
@@ -225,24 +242,25 @@ class Call {
   __device__ bool posted_ahead() const { return p.state->posted_epoch == epoch && p.state->posted_tag == p.tag; }
   __device__ int peer_of(int k) const { return (p.link.rank + 1 + k % (p.link.world - 1)) % p.link.world; }
 
-  // Claims tiles until none is left, each one ahead of use, which hides the latency of the claim.
+  // The first of `size` tiles; kNone when none is left.
+  __device__ uint32_t claim(Queue queue, uint32_t count, uint32_t size) {
+    if (refused_) return kNone;
+    const uint32_t claimed = lane() == 0 && !stopped() ? atomicAdd(&p.state->next_tile[queue], size) : kNone;
+    const uint32_t tile = __shfl_sync(kAllLanes, claimed, 0);
+    return tile < count ? tile : kNone;
+  }
+
+  // Claims runs of tiles until none is left, long ones first and single ones at the end: a claim takes a microsecond, and the
+  // warps are to end together.
   template <class Process>
   __device__ void drain(Queue queue, uint32_t count, Process&& process) {
-    if (refused_) return;
-    uint32_t claimed = 0;
-    int32_t stop = 0;
-    auto claim = [&] {
-      if (lane() == 0) {
-        stop = stopped();
-        claimed = atomicAdd(&p.state->next_tile[queue], 1u);
-      }
-    };
-    claim();
-    for (;;) {
-      const uint32_t tile = __shfl_sync(kAllLanes, stop ? kNone : claimed, 0);
-      if (tile >= count) return;
-      claim();
-      if (!process(tile)) return;
+    const uint32_t warps = gridDim.x * (blockDim.x >> 5);
+    for (uint32_t left = count; left > 0;) {
+      const uint32_t size = max(1u, left / (kRunsAWarp * warps)), first = claim(queue, count, size);
+      if (first == kNone) return;
+      const uint32_t end = min(first + size, count);
+      if (!process(first, end)) return;
+      left = count - end;
     }
   }
 
@@ -256,15 +274,22 @@ class Call {
     return low;
   }
 
-  // Tell every peer where its slice goes. One warp, before anything that waits.
-  __device__ bool open() {
+  // The first warp of the grid to come here tells every peer where its slices go, and then asks each where this rank's go; the
+  // others do this rank's own tiles meanwhile.
+  __device__ void open() {
+    if (refused_) return;
+    if (__shfl_sync(kAllLanes, lane() == 0 && atomicExch(&p.state->opening, epoch) != epoch, 0) == 0) return;
     if (!posted_ahead()) post_credits(lane(), 32, epoch, p.place, p.tag);
     __syncwarp();
     if (lane() == 0) {
       __threadfence();
       *reinterpret_cast<volatile uint32_t*>(&p.state->opened) = epoch;
     }
-    return true;
+    for (int k = lane(); k < p.link.world - 1; k += 32) {
+      uint32_t place;
+      if (ask(peer_of(k), &place)) store_release(&p.state->destination[peer_of(k)], word(epoch, place));
+    }
+    __syncwarp();
   }
 
   __device__ void post_credits(int first, int step, uint32_t for_epoch, uint32_t place, uint32_t tag) {
@@ -282,23 +307,18 @@ class Call {
     if (lane() == 0) {
       auto* known = static_cast<char* volatile*>(&shared->destination[peer]);
       uint32_t place;
-      if (*known == nullptr && found_out(&p.state->asking[peer], &p.state->destination[peer], [&](uint32_t* out) { return ask(peer, out); }, &place))
+      if (*known == nullptr && wait(&p.state->destination[peer], epoch, &place, [&] { return stopped(); }))
         *known = p.link.locate(peer, place);
       found = reinterpret_cast<uint64_t>(*known);
     }
-    return reinterpret_cast<char*>(__shfl_sync(kAllLanes, found, 0));
+    found = __shfl_sync(kAllLanes, found, 0);
+    __syncwarp();  // what lane 0 has seen, the warp has seen
+    return reinterpret_cast<char*>(found);
   }
 
-  // One thread: something that one warp of the device asks the link for, by `find`, and the others hear from it. False when the
-  // call has failed.
-  template <class Find>
-  __device__ bool found_out(uint32_t* asking, uint64_t* answer, Find&& find, uint32_t* low) {
-    if (static_cast<uint32_t>(load_relaxed(answer) >> 32) != epoch && atomicExch(asking, epoch) != epoch) {
-      if (!find(low)) return false;
-      store_release(answer, word(epoch, *low));
-      return true;
-    }
-    return wait(answer, epoch, low, [&] { return stopped(); });
+  __device__ bool destination_known(int peer) const {
+    const int known = lane() == 0 && static_cast<uint32_t>(load_relaxed(&p.state->destination[peer]) >> 32) == epoch;
+    return __shfl_sync(kAllLanes, known, 0);
   }
 
   __device__ bool ask(int peer, uint32_t* place) {
@@ -327,21 +347,29 @@ class Call {
     if (reported == 0) return;
     __threadfence_block();
     const int peer = peer_of(k), slice = k / (p.link.world - 1);
-    const uint32_t tiles = shared->end[0][k] - (k ? shared->end[0][k - 1] : 1);
+    const uint32_t tiles = shared->end[0][k] - (k ? shared->end[0][k - 1] : 0);
     if (add_acquire_release(&p.state->tiles_done[peer * kMaxSlices + slice], reported) + reported != tiles) return;
     stress_delay(peer);
     signal(p.link.outbox(peer)->flag(epoch, slice), epoch, p.tag);
   }
 
-  // True once that slice is here. Every lane gets the answer, and may read the slice.
+  // True once that slice is here. Every lane gets the answer, and may read the slice. One warp of the device looks at the link.
   __device__ bool wait_source(int source, int slice) {
     int ok = 0;
     if (lane() == 0) {
       const int k = source * kMaxSlices + slice;
+      uint64_t* arrived = &p.state->arrived[k];
       uint32_t tag;
-      ok = found_out(&p.state->watching[k], &p.state->arrived[k], [&](uint32_t* out) { return watch(source, slice, out); }, &tag);
+      if (static_cast<uint32_t>(load_relaxed(arrived) >> 32) != epoch && atomicExch(&p.state->watching[k], epoch) != epoch) {
+        ok = watch(source, slice, &tag);
+        if (ok) store_release(arrived, word(epoch, tag));
+      } else {
+        ok = wait(arrived, epoch, &tag, [&] { return stopped(); });
+      }
     }
-    return __shfl_sync(kAllLanes, ok, 0);
+    ok = __shfl_sync(kAllLanes, ok, 0);
+    __syncwarp();  // what lane 0 has seen, the warp has seen
+    return ok;
   }
 
   __device__ bool watch(int source, int slice, uint32_t* tag) {
@@ -407,7 +435,7 @@ class Call {
     for (int k = threadIdx.x; k < remote * kMaxSlices; k += blockDim.x) {
       const int peer = peer_of(k), slice = k / remote;
       PeerEntry* entry = p.link.outbox(peer);
-      if (slice >= p.slices || s->tiles_done[peer * kMaxSlices + slice] != shared->end[0][k] - (k ? shared->end[0][k - 1] : 1))
+      if (slice >= p.slices || s->tiles_done[peer * kMaxSlices + slice] != shared->end[0][k] - (k ? shared->end[0][k - 1] : 0))
         signal(entry->flag(epoch, slice), epoch, kAbortTag);
       if (slice == 0 && s->opened != epoch) {
         store_release(&entry->credit_place, word(epoch, p.place));

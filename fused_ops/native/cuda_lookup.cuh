@@ -136,19 +136,23 @@ __host__ __device__ inline uint32_t lookup_tiles(const Lookups& l, int64_t sampl
   return tiles > 0 ? static_cast<uint32_t>(tiles) : 1u;
 }
 
-// One tile of samples [first, first + samples) of the global batch. `to`: row of the first sample; packed: rows are of [B, D].
+// `n` tiles from `tile` on, of samples [first, first + samples) of the global batch. `to`: row of the first sample; packed: rows
+// are of [B, D]. Tiles that follow one another are one run of bags, up to the feature's end.
 template <class T, class Index>
-__device__ __forceinline__ void lookup_tile(const Lookups& l, int64_t first, int64_t samples, uint32_t tile, char* to, int64_t stride,
-                                            bool packed, State* state, int rank) {
-  const int64_t chunks = chunks_of(samples, l.bags);
-  if (chunks * l.num_features == 0) return;
-  const int64_t f = tile / chunks, at = (tile - f * chunks) * l.bags;
-  const Feature& feature = l.features[f];
-  const int count = static_cast<int>(min(static_cast<int64_t>(l.bags), samples - at));
-  char* out = to + at * stride + (packed ? feature.packed : feature.column);
-  const int64_t bag = f * l.batch + first + at;
-  if (feature.vector == 16) pool_bags<T, uint4, Index>(l, feature, bag, count, out, stride, state, rank);
-  else pool_bags<T, T, Index>(l, feature, bag, count, out, stride, state, rank);
+__device__ __forceinline__ void lookup_run(const Lookups& l, int64_t first, int64_t samples, uint32_t tile, uint32_t n, char* to,
+                                           int64_t stride, bool packed, State* state, int rank) {
+  const auto chunks = static_cast<uint32_t>(chunks_of(samples, l.bags));
+  if (chunks == 0 || l.num_features == 0) return;
+  for (const uint32_t end = tile + n; tile < end;) {
+    const uint32_t f = tile / chunks, chunk = tile - f * chunks, run = min(end - tile, chunks - chunk);
+    const Feature& feature = l.features[f];
+    const int64_t at = static_cast<int64_t>(chunk) * l.bags, bag = f * l.batch + first + at;
+    const int count = static_cast<int>(min(static_cast<int64_t>(run) * l.bags, samples - at));
+    char* out = to + at * stride + (packed ? feature.packed : feature.column);
+    if (feature.vector == 16) pool_bags<T, uint4, Index>(l, feature, bag, count, out, stride, state, rank);
+    else pool_bags<T, T, Index>(l, feature, bag, count, out, stride, state, rank);
+    tile += run;
+  }
 }
 
 // The offsets' ends, once a call.

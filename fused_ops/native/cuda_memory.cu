@@ -35,8 +35,12 @@ int fo_cuda_ipc_handle_bytes() { return static_cast<int>(sizeof(cudaIpcMemHandle
 // Zeroed memory of the current device, and the handle by which another process opens it.
 int fo_cuda_share(int64_t bytes, void** memory, void* handle) {
   cudaError_t e = cudaMalloc(memory, static_cast<size_t>(bytes));
-  if (e == cudaSuccess) e = cudaMemset(*memory, 0, static_cast<size_t>(bytes));
-  if (e == cudaSuccess) e = cudaDeviceSynchronize();
+  // Not the device's default stream: another channel's kernel may be waiting there for a peer.
+  cudaStream_t stream = nullptr;
+  if (e == cudaSuccess) e = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (e == cudaSuccess) e = cudaMemsetAsync(*memory, 0, static_cast<size_t>(bytes), stream);
+  if (e == cudaSuccess) e = cudaStreamSynchronize(stream);
+  if (stream) cudaStreamDestroy(stream);
   if (e == cudaSuccess) e = cudaIpcGetMemHandle(static_cast<cudaIpcMemHandle_t*>(handle), *memory);
   return static_cast<int>(e);
 }
@@ -49,7 +53,14 @@ int fo_cuda_open(const void* handle, void** memory) {
 
 int fo_cuda_close(void* memory) { return static_cast<int>(cudaIpcCloseMemHandle(memory)); }
 
-int fo_cuda_free(void* memory) { return static_cast<int>(cudaFree(memory)); }
+// Also while some stream of the process captures a graph, which this has nothing to do with.
+int fo_cuda_free(void* memory) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t e = cudaFree(memory);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return static_cast<int>(e);
+}
 
 // Registers host memory (mapped by several processes) with this process's device; returns its device address in *device.
 int fo_cuda_pin(void* host, int64_t bytes, void** device) {

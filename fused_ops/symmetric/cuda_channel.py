@@ -7,6 +7,7 @@ kernels recorded.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -51,6 +52,10 @@ logger = logging.getLogger("fused_ops")
 BadValueText = Callable[[bool, int, int, int], str]  # (an index? or an offset, feature, position, value)
 _checking = False
 _live: weakref.WeakSet[CudaChannel] = weakref.WeakSet()
+
+
+def _plain_text(index: bool, feature: int, position: int, value: int) -> str:
+    return f"{'index' if index else 'offset'} {value} (position {position}, feature {feature}) is wrong"
 
 
 def set_checking(checking: bool) -> None:
@@ -221,8 +226,9 @@ class CudaChannel:
     def sms(self) -> int:
         """SMs that a kernel of this channel may fill, so that the kernels of all channels, and of all ranks that share the
         device, are resident together: each waits for others, and none may keep the one out that it waits for."""
-        channels = sum(channel.device == self.device for channel in _live)
-        return max(1, (self._sm_count - SPARE_SMS) // (self._sharing * channels))
+        here = [channel for channel in _live if channel.device == self.device]
+        sharing = max(channel._sharing for channel in here)
+        return max(1, (self._sm_count - SPARE_SMS) // (sharing * len(here)))
 
     @property
     def bytes(self) -> int:
@@ -248,10 +254,11 @@ class CudaChannel:
             with self.agreement.call(operator) as number:
                 self.check_errors()
                 yield number
-        except (ValueError, PeerAbortedError):
+        except Exception:
             # Peers may be running this call's kernel already, or be about to: this rank's part of the epoch is to say no.
             if self.launches == launched and not torch.cuda.is_current_stream_capturing():
-                self._reject()
+                with contextlib.suppress(RuntimeError):  # the error that is on its way says more
+                    self._reject()
             raise
         if _checking and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.device).synchronize()
@@ -288,6 +295,7 @@ class CudaChannel:
         self.group.exchange(f"cuda channel {self.index} unmapped", {})
         for arena in outgrown:
             arena.memory.allow_free()
+            arena.slots.clear()  # so that it is freed with the last tensor in it, not by a garbage collection
         memory = self._arena_type(self.group, self.device, slots * slot_size)
         arena = Arena(self._arena_count, slot_size, memory, self.device, memory.addresses[self.rank])
         arena.slots = [Slot(arena, i) for i in range(slots)]
@@ -307,8 +315,9 @@ class CudaChannel:
         if capturing:
             arena.captured = True
             slot = self._captured_slot(arena) if nbytes else None
-        elif nbytes:
-            slot = self._claim(tag, arena)
+        else:
+            slot = self._claim(tag, arena)  # also takes back a slot that was posted for another call
+            slot = slot if nbytes else None
         if slot is None:
             slot = staging
             output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -352,7 +361,7 @@ class CudaChannel:
                 f"{where}: follows a call that failed and was not raised yet; nothing was updated"
             )
         if r.code in (BAD_INDEX, BAD_OFFSET):
-            text = self._notes.get(r.call_number) or self._captured_notes[r.call_number]
+            text = self._notes.get(r.call_number) or self._captured_notes.get(r.call_number, _plain_text)
             return ValueError(f"{where}: {text(r.code == BAD_INDEX, r.bad_feature, r.bad_position, r.bad_value)}")
         if r.code == host.BROKEN:
             since = self.agreement.broken

@@ -21,6 +21,7 @@ from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.segment import SharedSegment
 
 MAX_RANKS = 64
+EXPORTED_BLOCK = 2 << 20
 INT64_RESULTS = (
     "all_to_all_tile_bytes",
     "all_to_all_params_bytes",
@@ -52,30 +53,45 @@ def check_cuda(lib: ctypes.CDLL, code: int, what: str) -> None:
         raise RuntimeError(f"{what}: {lib.fo_cuda_error(code).decode()}")
 
 
+def _all_well(group: GroupContext, what: str, problem: str, **mine: str) -> list[dict]:
+    """Every rank's `mine`; RuntimeError on all ranks where one has a problem, so that none waits for it."""
+    peers = group.exchange(what, {**mine, "problem": problem})
+    bad = next((f"rank {r}: {peer['problem']}" for r, peer in enumerate(peers) if peer["problem"]), None)
+    if bad is not None:
+        raise RuntimeError(f"symmetric memory of group '{group.name}': {bad}")
+    return peers
+
+
 class PeerArena:
     """`size` bytes of device memory on every rank, zeroed; `addresses[r]` is rank r's, as this rank's kernels see it."""
 
     def __init__(self, group: GroupContext, device: torch.device, size: int) -> None:
-        self.size = size
+        # CUDA exports whole blocks of 2 MiB; each arena has its own.
+        self.size = -(-size // EXPORTED_BLOCK) * EXPORTED_BLOCK
         self._lib = library(device.index)
         handle = ctypes.create_string_buffer(self._lib.fo_cuda_ipc_handle_bytes())
-        own = ctypes.c_void_p()
+        self._own = ctypes.c_void_p()
         with torch.cuda.device(device):
-            code = self._lib.fo_cuda_share(ctypes.c_int64(size), ctypes.byref(own), handle)
-            check_cuda(self._lib, code, f"allocating {size} bytes of symmetric memory on {device}")
-            self._own = own
-            peers = group.exchange("peer arena", {"handle": handle.raw.hex()})
-            self.addresses = [
-                int(own.value or 0) if r == group.rank else self._open(bytes.fromhex(peer["handle"]), r)
-                for r, peer in enumerate(peers)
-            ]
-        self._opened = [address for r, address in enumerate(self.addresses) if r != group.rank]
-        group.exchange("peer arena mapped", {})
+            code = self._lib.fo_cuda_share(ctypes.c_int64(self.size), ctypes.byref(self._own), handle)
+            peers = _all_well(
+                group,
+                "peer arena",
+                self._problem(code, f"allocating {self.size} bytes on {device}"),
+                handle=handle.raw.hex(),
+            )
+            self.addresses, problem = [], ""
+            for r, peer in enumerate(peers):
+                address = self._own
+                if r != group.rank:
+                    address = ctypes.c_void_p()
+                    code = self._lib.fo_cuda_open(bytes.fromhex(peer["handle"]), ctypes.byref(address))
+                    problem = problem or self._problem(code, f"mapping memory of rank {r}")
+                self.addresses.append(int(address.value or 0))
+        self._opened = [address for r, address in enumerate(self.addresses) if r != group.rank and address]
+        _all_well(group, "peer arena mapped", problem)
 
-    def _open(self, handle: bytes, rank: int) -> int:
-        address = ctypes.c_void_p()
-        check_cuda(self._lib, self._lib.fo_cuda_open(handle, ctypes.byref(address)), f"mapping memory of rank {rank}")
-        return int(address.value or 0)
+    def _problem(self, code: int, what: str) -> str:
+        return f"{what}: {self._lib.fo_cuda_error(code).decode()}" if code else ""
 
     def close_peers(self) -> None:
         """Unmap the peers' memory: they may not free it before. No kernel that uses it may be in flight."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fused_ops
 from fused_ops import EmbeddingLayout, FusedOptimizer, PeerAbortedError
+from fused_ops.embedding_inputs import EmbeddingInputs, OptimizerInputs
 from tests.ranks import run_ranks
 
 BACKENDS = ["host", "unfused", "baseline"]
@@ -200,6 +201,21 @@ def test_bad_layouts(arguments, message):
 def test_layout_survives_an_operators_schema():
     layout = EmbeddingLayout([[4, 2], [], [3]], [[3, 7], [], [0]], [2, 0, 5], 9, torch.float16)
     assert EmbeddingLayout.decode(layout.encoded, torch.float16) == layout
+
+
+@pytest.mark.parametrize("dims", [[], [4]])
+def test_a_step_that_kernels_cannot_reach(dims):
+    """A rank without tables counts its steps as well, and only the caller knows on which device."""
+    layout = EmbeddingLayout.table_wise([dims], [2])
+    tables, indices = [torch.zeros(5, dim) for dim in dims], torch.zeros(0, dtype=torch.int64)
+    offsets = torch.zeros(2 * len(dims) + 1, dtype=torch.int64)
+    where = (None, None, layout.encoded, layout.dtype, "sum", "error", 0, 1)
+    inputs = EmbeddingInputs(tables, indices, offsets, *where)
+    states = FusedOptimizer.make_states("adam", tables, "cpu")
+    OptimizerInputs("adam", states, torch.ones(1), [1e-8, 0.9, 0.999]).check(inputs)
+    states[-1] = FusedOptimizer.make_states("adam", [], "meta")[-1]
+    with pytest.raises(ValueError, match="the adam step is on meta, indices on cpu"):
+        OptimizerInputs("adam", states, torch.ones(1), [1e-8, 0.9, 0.999]).check(inputs)
 
 
 def test_bad_optimizers():

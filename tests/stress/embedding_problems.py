@@ -58,7 +58,7 @@ class Problem:
         indices = (rand(int(offsets[-1])) ** 3 * self.rows).long().clamp(max=self.rows - 1)  # some rows are hot
         weights = rand(len(indices)) - 0.3 if self.weighted else None
         grad = (rand(self.layout.batch_sizes[rank], self.layout.total_dim) - 0.5).to(self.layout.dtype)
-        states = FusedOptimizer.make_states(self.optimizer, tables)
+        states = FusedOptimizer.make_states(self.optimizer, tables, device)
         for state in states[: len(states) - (self.optimizer == "adam")]:
             state.fill_(0.1)
         if self.seed % 2:

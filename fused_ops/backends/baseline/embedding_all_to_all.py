@@ -32,7 +32,7 @@ def embedding_all_to_all(
 ) -> Tensor:
     """See `fused_ops.embedding_all_to_all`; `channel` means nothing here."""
     inputs.check()
-    optimizer.check(inputs.tables)
+    optimizer.check(inputs)
     layout = inputs.layout
     kernels, lookups = _kernels(inputs)
     if kernels is embedding_fbgemm_cuda:
@@ -70,7 +70,7 @@ def embedding_update(
 ) -> Tensor:
     """See `fused_ops.embedding_backward._update`."""
     inputs.check()
-    optimizer.check(inputs.tables)
+    optimizer.check(inputs)
     kernels, lookups = _kernels(inputs, optimizer.kind, seen=True)
     weights_grad = _weights_grad(kernels, lookups, grad, weight_gradient)
     kernels.update(lookups, grad, optimizer)

@@ -27,9 +27,9 @@ struct Slice {
   __device__ uint32_t tiles() const { return max(static_cast<uint32_t>(end_tile - first_tile), 1u); }
 };
 
-__device__ __forceinline__ void copy_tile(char* to, const char* from, int64_t bytes, int64_t tile) {
+__device__ __forceinline__ void copy_tiles(char* to, const char* from, int64_t bytes, int64_t tile, uint32_t n) {
   const int64_t at = tile * kTileBytes;
-  if (at < bytes) put_slice(to + at, from + at, static_cast<int>(min(kTileBytes, bytes - at)));
+  if (at < bytes) put_slice(to + at, from + at, static_cast<int>(min(n * kTileBytes, bytes - at)));
 }
 
 __global__ void __launch_bounds__(kThreads, 1) all_to_all_kernel(const __grid_constant__ AllToAllParams p) {
@@ -41,19 +41,19 @@ __global__ void __launch_bounds__(kThreads, 1) all_to_all_kernel(const __grid_co
   call.run([&](int peer, int slice) { return Slice(p.send_bytes[peer], slice, slices).tiles(); },
            [&](int source, int slice) { return copies_out ? Slice(p.receive_bytes[source], slice, slices).tiles() : 1u; },
            Slice(p.send_bytes[rank], 0, 1).tiles(), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile) {
+           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
              const Slice part(p.send_bytes[peer], slice, slices);
              if (part.first_tile + tile < part.end_tile)
-               copy_tile(to + p.remote_offset[peer], p.input + p.send_offset[peer], p.send_bytes[peer], part.first_tile + tile);
+               copy_tiles(to + p.remote_offset[peer], p.input + p.send_offset[peer], p.send_bytes[peer], part.first_tile + tile, n);
            },
-           [&](uint32_t tile) {
-             copy_tile(p.call.output + p.receive_offset[rank], p.input + p.send_offset[rank], p.send_bytes[rank], tile);
+           [&](uint32_t tile, uint32_t n) {
+             copy_tiles(p.call.output + p.receive_offset[rank], p.input + p.send_offset[rank], p.send_bytes[rank], tile, n);
            },
-           [&](int source, int slice, uint32_t tile) {
+           [&](int source, int slice, uint32_t tile, uint32_t n) {
              const Slice part(p.receive_bytes[source], slice, slices);
              const int64_t at = p.receive_offset[source];
              if (copies_out && part.first_tile + tile < part.end_tile)
-               copy_tile(p.call.output + at, slot + at, p.receive_bytes[source], part.first_tile + tile);
+               copy_tiles(p.call.output + at, slot + at, p.receive_bytes[source], part.first_tile + tile, n);
            });
 }
 

@@ -10,6 +10,7 @@ namespace fused_ops {
 #endif
 constexpr int kThreads = FO_EMBEDDING_THREADS;  // of the one block that a call has on an SM
 constexpr int kLookupThreads = 256;
+constexpr uint32_t kTilesAWarp = 2;  // of the lookups alone
 
 struct EmbeddingParams {
   CallParams call;
@@ -40,18 +41,18 @@ __global__ void __launch_bounds__(kThreads, 1) embedding_kernel(const __grid_con
              return copies_out && rows > 0 ? static_cast<uint32_t>(chunks_of(rows, p.copy_rows)) : 1u;
            },
            lookup_tiles(l, mine), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile) {
+           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
              const int64_t first = begin(peer, slice), samples = begin(peer, slice + 1) - first;
-             lookup_tile<T, Index>(l, p.sample_begin[peer] + first, samples, tile, to + first * p.output_stride, p.output_stride, false,
-                                   p.call.state, rank);
+             lookup_run<T, Index>(l, p.sample_begin[peer] + first, samples, tile, n, to + first * p.output_stride, p.output_stride, false,
+                                  p.call.state, rank);
            },
-           [&](uint32_t tile) {
-             lookup_tile<T, Index>(l, p.sample_begin[rank], mine, tile, p.call.output, p.output_stride, false, p.call.state, rank);
+           [&](uint32_t tile, uint32_t n) {
+             lookup_run<T, Index>(l, p.sample_begin[rank], mine, tile, n, p.call.output, p.output_stride, false, p.call.state, rank);
            },
-           [&](int source, int slice, uint32_t tile) {
+           [&](int source, int slice, uint32_t tile, uint32_t n) {
              if (!copies_out) return;
-             const int64_t first = begin(rank, slice) + static_cast<int64_t>(tile) * p.copy_rows;
-             const int rows = static_cast<int>(min(static_cast<int64_t>(p.copy_rows), begin(rank, slice + 1) - first));
+             const int64_t tile_rows = p.copy_rows, first = begin(rank, slice) + tile * tile_rows;
+             const int rows = static_cast<int>(min(n * tile_rows, begin(rank, slice + 1) - first));
              for (int run = p.run_begin[source]; run < p.run_begin[source + 1]; ++run) {
                const int64_t at = first * p.output_stride + p.run_column[run];
                put_slice(p.call.output + at, p.output_stride, slot + at, p.output_stride, rows, static_cast<int>(p.run_width[run]));
@@ -64,8 +65,8 @@ template <class T, class Index>
 __global__ void __launch_bounds__(kLookupThreads, 2) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
                                                                          State* state, int rank) {
   check_offset_ends<Index>(l, state, rank);
-  const uint32_t tile = blockIdx.x * (kLookupThreads / 32) + threadIdx.x / 32;
-  if (tile < lookup_tiles(l, l.batch)) lookup_tile<T, Index>(l, 0, l.batch, tile, out, stride, true, state, rank);
+  const uint32_t tiles = lookup_tiles(l, l.batch), tile = (blockIdx.x * (kLookupThreads / 32) + threadIdx.x / 32) * kTilesAWarp;
+  if (tile < tiles) lookup_run<T, Index>(l, 0, l.batch, tile, min(kTilesAWarp, tiles - tile), out, stride, true, state, rank);
 }
 
 template <class F>
@@ -89,7 +90,8 @@ int fo_cuda_embedding_all_to_all_load() {
   for (int dtype = 0; dtype < 3; ++dtype)
     for (int bytes = 4; bytes <= 8; bytes += 4) {
       const int code = with_types(dtype, bytes, [](auto value, auto index) {
-        return prepare(embedding_kernel<decltype(value), decltype(index)>);
+        const int failed = prepare(embedding_kernel<decltype(value), decltype(index)>);
+        return failed ? failed : load(lookup_kernel<decltype(value), decltype(index)>);
       });
       if (code) return code;
     }
@@ -104,7 +106,7 @@ int fo_cuda_embedding_all_to_all(const EmbeddingParams* p, int dtype, int index_
 }
 
 int fo_cuda_embedding_lookup(const Lookups* l, int dtype, int index_bytes, char* out, int64_t stride, State* state, int rank, void* stream) {
-  const unsigned warps = kLookupThreads / 32, blocks = (lookup_tiles(*l, l->batch) + warps - 1) / warps;
+  const unsigned tiles = kLookupThreads / 32 * kTilesAWarp, blocks = (lookup_tiles(*l, l->batch) + tiles - 1) / tiles;
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
     lookup_kernel<decltype(value), decltype(index)>
         <<<blocks, kLookupThreads, 0, static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from fused_ops.backends.cuda.embedding_native import EmbeddingParams, Lookups, runs_in_columns
 from fused_ops.backends.cuda.embedding_rows import gradients_to_owners
-from fused_ops.backends.cuda.embedding_update import embedding_gradients, embedding_update, sort_lookups
+from fused_ops.backends.cuda.embedding_update import (
+    embedding_gradients,
+    embedding_update,
+    load_kernels,
+    sort_lookups,
+)
 from fused_ops.embedding_columns import sample_starts
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.launch_geometry import num_blocks
@@ -31,9 +36,10 @@ def embedding_all_to_all(
     """See `fused_ops.embedding_all_to_all`. Every source stores its own columns of the receiver's whole output."""
     device = inputs.indices.device
     lane = cuda_channel(group, channel, device)
+    load_kernels(lane.device.index)
     with torch.cuda.device(device), lane.call(OPERATOR):
         lookups = Lookups(inputs, lane)
-        optimizer.check(inputs.tables)
+        optimizer.check(inputs)
         layout, size = inputs.layout, inputs.dtype.itemsize
         tag, _ = lane.agreement.agree((OPERATOR, *layout.facts))
         stride = layout.total_dim * size
@@ -109,7 +115,8 @@ def embedding_all_to_all_gradient(
         order = torch.empty(inputs.indices.numel(), dtype=torch.int64, device=grad.device)
         side.wait_stream(current)
         sorting = sort_lookups(lookups, order, side)
-        received = gradients_to_owners(grad, inputs, average, tag, lane)
-        current.wait_stream(side)
-        del sorting  # after the join: its memory may be used again by this stream
-        return received, order
+        try:
+            return gradients_to_owners(grad, inputs, average, tag, lane), order
+        finally:
+            current.wait_stream(side)
+            del sorting  # after the join: its memory may be used again by this stream

@@ -18,7 +18,7 @@ POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
 OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 VECTOR = 16  # bytes that a lane moves at once where everything is aligned to it
 MOST_ROWS = 2**32 - 1
-LOOKUPS_A_TILE = 128
+LOOKUPS_A_TILE = 64
 MOST_BAGS_A_TILE = 16
 
 Begins = ctypes.c_int64 * (MAX_RANKS + 1)
@@ -196,7 +196,7 @@ class Lookups:
         return self.lane.tables.address(key, lambda: _feature_table(inputs, tables, rows))
 
     def _bags_a_tile(self) -> int:
-        """A tile is what a warp does between two claims: enough lookups to be worth a claim, few enough to share them out."""
+        """A tile is the least that a warp claims: enough lookups to be worth a claim, few enough for warps to end together."""
         bags = max(1, len(self.inputs.dims) * self.inputs.layout.global_batch)
         widest = max(self.inputs.dims, default=1) * self.inputs.dtype.itemsize
         side_by_side = max(1, 32 * VECTOR // power_of_two(widest))  # bags that a warp pools at once

@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(kThreads, 1) rows_kernel(const __grid_constant
   const bool copies_out = slot != p.call.output;
   auto sent = [&](int peer, int slice) { return slice_begin(p.send_rows[peer], slice, slices); };
   auto received = [&](int source, int slice) { return slice_begin(p.receive_rows[source], slice, slices); };
-  auto put_rows = [&](char* to, int peer, int64_t first, int64_t end, uint32_t tile) {
+  auto put_rows = [&](char* to, int peer, int64_t first, int64_t end, uint32_t tile, uint32_t n) {
     first += static_cast<int64_t>(tile) * p.send_tile_rows[peer];
-    const int rows = static_cast<int>(min(static_cast<int64_t>(p.send_tile_rows[peer]), end - first));
+    const int rows = static_cast<int>(min(static_cast<int64_t>(n) * p.send_tile_rows[peer], end - first));
     for (int run = p.send_run[peer]; rows > 0 && run < p.send_run_end[peer]; ++run) {
       const Run r = p.send_runs[run];
       char* there = to + (p.remote_row[peer] + first) * p.remote_stride[peer] + r.to;
@@ -74,11 +74,13 @@ __global__ void __launch_bounds__(kThreads, 1) rows_kernel(const __grid_constant
              return copies_out ? tiles_of(received(source, slice + 1) - received(source, slice), p.receive_tile_rows[source]) : 1u;
            },
            tiles_of(p.send_rows[rank], p.send_tile_rows[rank]), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile) { put_rows(to, peer, sent(peer, slice), sent(peer, slice + 1), tile); },
-           [&](uint32_t tile) { put_rows(p.call.output, rank, 0, p.send_rows[rank], tile); },
-           [&](int source, int slice, uint32_t tile) {
-             const int64_t first = received(source, slice) + static_cast<int64_t>(tile) * p.receive_tile_rows[source];
-             const int rows = static_cast<int>(min(static_cast<int64_t>(p.receive_tile_rows[source]), received(source, slice + 1) - first));
+           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
+             put_rows(to, peer, sent(peer, slice), sent(peer, slice + 1), tile, n);
+           },
+           [&](uint32_t tile, uint32_t n) { put_rows(p.call.output, rank, 0, p.send_rows[rank], tile, n); },
+           [&](int source, int slice, uint32_t tile, uint32_t n) {
+             const int64_t tile_rows = p.receive_tile_rows[source], first = received(source, slice) + tile * tile_rows;
+             const int rows = static_cast<int>(min(n * tile_rows, received(source, slice + 1) - first));
              const int64_t stride = p.remote_stride[rank];
              for (int run = p.receive_run[source]; copies_out && rows > 0 && run < p.receive_run_end[source]; ++run) {
                const int64_t at = (p.receive_row[source] + first) * stride + p.receive_runs[run].to;

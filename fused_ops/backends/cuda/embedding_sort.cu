@@ -1,6 +1,7 @@
 // The lookups in order of their row: words {row among all tables' rows, bag or position}, sorted by row, stably.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda_lookup.cuh"
@@ -42,17 +43,27 @@ int fo_cuda_sort_bytes(int64_t count, int first_bit, int end_bit, int64_t* bytes
   return static_cast<int>(e);
 }
 
-int fo_cuda_sort(const Lookups* l, int index_bytes, int shift, int end_bit, int lanes, uint64_t* unsorted, uint64_t* sorted,
-                 int32_t* bag_of, void* scratch, int64_t scratch_bytes, void* stream) {
+int fo_cuda_sort_words(const uint64_t* unsorted, uint64_t* sorted, int64_t count, int first_bit, int end_bit, void* scratch,
+                       int64_t scratch_bytes, void* stream) {
+  size_t bytes = static_cast<size_t>(scratch_bytes);
+  auto* s = static_cast<cudaStream_t>(stream);
+  return static_cast<int>(cub::DeviceRadixSort::SortKeys(scratch, bytes, unsorted, sorted, count, first_bit, end_bit, s));
+}
+
+// The lookups' words, unsorted; and where bag_of is not null each lookup's bag, whose words then hold positions.
+int fo_cuda_entries(const Lookups* l, int index_bytes, int shift, int lanes, uint64_t* entries, int32_t* bag_of, void* stream) {
   const int64_t groups = l->num_features * l->batch * lanes;
-  const auto blocks = static_cast<unsigned>(min((groups + kThreads - 1) / kThreads, int64_t{4096}));
+  const auto blocks = static_cast<unsigned>(std::min((groups + kThreads - 1) / kThreads, int64_t{4096}));
   auto* s = static_cast<cudaStream_t>(stream);
   if (blocks == 0 || l->nnz == 0) return 0;
-  if (index_bytes == 4) entries_kernel<int32_t><<<blocks, kThreads, 0, s>>>(*l, shift, lanes, unsorted, bag_of);
-  else entries_kernel<int64_t><<<blocks, kThreads, 0, s>>>(*l, shift, lanes, unsorted, bag_of);
-  if (const cudaError_t e = cudaGetLastError(); e != cudaSuccess || sorted == nullptr) return static_cast<int>(e);
-  size_t bytes = static_cast<size_t>(scratch_bytes);
-  return static_cast<int>(cub::DeviceRadixSort::SortKeys(scratch, bytes, static_cast<const uint64_t*>(unsorted), sorted, l->nnz, shift, end_bit, s));
+  if (index_bytes == 4) entries_kernel<int32_t><<<blocks, kThreads, 0, s>>>(*l, shift, lanes, entries, bag_of);
+  else entries_kernel<int64_t><<<blocks, kThreads, 0, s>>>(*l, shift, lanes, entries, bag_of);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int fo_cuda_entries_load() {
+  const int failed = load(entries_kernel<int32_t>);
+  return failed ? failed : load(entries_kernel<int64_t>);
 }
 
 }  // extern "C"

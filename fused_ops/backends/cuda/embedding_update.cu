@@ -5,6 +5,7 @@
 // row in their order. Where units and rows lie depends on the lookups alone, so the result is the same in every run.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda_lookup.cuh"
@@ -58,10 +59,14 @@ struct Entry {
 
   Entry() = default;
   __device__ __forceinline__ Entry(const UpdateParams& p, Place& place, uint64_t word) {
-    const int64_t payload = static_cast<int64_t>(word & ((uint64_t{1} << p.shift) - 1));
-    const int64_t bag = p.bag_of ? p.bag_of[payload] : payload;
+    // Words of lookups that bad offsets leave out hold anything: what they say is kept within bounds.
+    const int64_t bags = p.lookups.num_features * p.lookups.batch;
+    int64_t payload = static_cast<int64_t>(word & ((uint64_t{1} << p.shift) - 1));
+    if (p.bag_of) payload = min(payload, p.lookups.nnz - 1);
+    const int64_t bag = min(max(p.bag_of ? int64_t{p.bag_of[payload]} : payload, int64_t{0}), bags - 1);
     place.move_to(p, bag);
     row = static_cast<int64_t>(word >> p.shift) - place.feature.first_row;
+    row = min(max(row, int64_t{0}), max(place.feature.rows - 1, int64_t{0}));
     grad = p.grad + (bag - place.first_bag) * p.grad_stride + place.feature.packed;
     factor = p.bag_of ? p.lookups.weights[payload] : 1.0f;
     if (p.lookups.mean) {
@@ -377,6 +382,22 @@ int with_optimizer(int optimizer, F&& f) {
 using namespace fused_ops;
 
 extern "C" {
+
+int fo_cuda_update_load() {
+  for (int dtype = 0; dtype < 3; ++dtype)
+    for (int optimizer = kPlain; optimizer <= kAdam; ++optimizer) {
+      const int failed = with_dtype(dtype, [&](auto value) {
+        using T = decltype(value);
+        return with_optimizer(optimizer, [&](auto o) {
+          const int codes[] = {load(units_kernel<o.value, T, 1>), load(units_kernel<o.value, T, 2>), load(spans_kernel<o.value, T>),
+                               load(any_rows_kernel<o.value, T>), load(weights_kernel<T, int32_t>), load(weights_kernel<T, int64_t>)};
+          return std::max({codes[0], codes[1], codes[2], codes[3], codes[4], codes[5]});
+        });
+      });
+      if (failed) return failed;
+    }
+  return load(count_step_kernel);
+}
 
 int64_t fo_cuda_update_params_bytes() { return sizeof(UpdateParams); }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from fused_ops.backends.cuda.embedding_native import (
 )
 from fused_ops.embedding_inputs import EmbeddingInputs, OptimizerInputs
 from fused_ops.symmetric.cuda_channel import CudaChannel, cuda_channel
-from fused_ops.symmetric.cuda_memory import check_cuda
+from fused_ops.symmetric.cuda_memory import check_cuda, library
 from fused_ops.symmetric.group import GroupContext
 
 MOST_VECTORS = 2  # a lane has of a row in the kernels for aligned rows
@@ -26,29 +27,49 @@ MOST_VECTORS = 2  # a lane has of a row in the kernels for aligned rows
 
 def sort_lookups(lookups: Lookups, order: Tensor, stream: torch.cuda.Stream) -> list[Tensor]:
     """Fill `order` [nnz] on that stream; what is returned has to live until it is done."""
-    lane, shift = lookups.lane, lookups.payload_bits
+    shift = lookups.payload_bits
     end_bit = shift + lookups.row_bits
-    count = order.numel()
-    scratch_bytes = ctypes.c_int64()
-    code = lane.lib.fo_cuda_sort_bytes(ctypes.c_int64(count), shift, end_bit, ctypes.byref(scratch_bytes))
-    check_cuda(lane.lib, code, "sizing the sort of the lookups")
-    scratch = torch.empty(max(scratch_bytes.value, 1), dtype=torch.uint8, device=order.device)
     unsorted, bag_of = torch.empty_like(order), _bag_of(lookups)
-    code = lane.lib.fo_cuda_sort(
-        lookups.pointer,
-        lookups.index_bytes,
-        shift,
-        end_bit,
-        _lanes_a_bag(lookups),
-        ctypes.c_void_p(unsorted.data_ptr()),
-        ctypes.c_void_p(order.data_ptr()),
-        ctypes.c_void_p(None if bag_of is None else bag_of.data_ptr()),
-        ctypes.c_void_p(scratch.data_ptr()),
-        scratch_bytes,
-        ctypes.c_void_p(stream.cuda_stream),
-    )
-    check_cuda(lane.lib, code, "sorting the lookups")
+    _fill_entries(lookups, shift, unsorted, bag_of, ctypes.c_void_p(stream.cuda_stream))
+    scratch = _sort_words(lookups.lane.lib, unsorted, order, shift, end_bit, stream)
     return [scratch, unsorted, *([] if bag_of is None else [bag_of])]
+
+
+def _sort_words(
+    lib: ctypes.CDLL, unsorted: Tensor, order: Tensor, first_bit: int, end_bit: int, stream: torch.cuda.Stream
+) -> Tensor:
+    """Returns the scratch memory that the sort uses."""
+    count, scratch_bytes = ctypes.c_int64(order.numel()), ctypes.c_int64()
+    code = lib.fo_cuda_sort_bytes(count, first_bit, end_bit, ctypes.byref(scratch_bytes))
+    check_cuda(lib, code, "sizing the sort of the lookups")
+    scratch = torch.empty(max(scratch_bytes.value, 1), dtype=torch.uint8, device=order.device)
+    if order.numel():
+        code = lib.fo_cuda_sort_words(
+            ctypes.c_void_p(unsorted.data_ptr()),
+            ctypes.c_void_p(order.data_ptr()),
+            count,
+            first_bit,
+            end_bit,
+            ctypes.c_void_p(scratch.data_ptr()),
+            scratch_bytes,
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        check_cuda(lib, code, "sorting the lookups")
+    return scratch
+
+
+@functools.cache
+def load_kernels(device_index: int) -> None:
+    """Load what backward launches, the sort's kernels too: a lazy load would wait behind a kernel that waits for a peer."""
+    lib, device = library(device_index), torch.device("cuda", device_index)
+    for load in (lib.fo_cuda_update_load, lib.fo_cuda_entries_load):
+        check_cuda(lib, load(), "loading the kernels")
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        for count in (1 << 8, 1 << 20):  # which kernels sort depends on how many words there are
+            words = torch.zeros(count, dtype=torch.int64, device=device)
+            _sort_words(lib, words, torch.empty_like(words), 8, 40, stream)
+        stream.synchronize()
 
 
 def embedding_update(
@@ -61,7 +82,7 @@ def embedding_update(
     channel: int,
 ) -> Tensor:
     """See `fused_ops.embedding_backward._update`. Nothing changes when the exchange before has failed."""
-    optimizer.check(inputs.tables)
+    optimizer.check(inputs)
     lane = cuda_channel(group, channel, grad.device)
     with torch.cuda.device(grad.device):
         lookups = Lookups(inputs, lane)
@@ -102,7 +123,7 @@ def _run(
     width = -(-max(inputs.dims, default=1) // 8) * 8
     bag_of = _bag_of(lookups)
     if bag_of is not None:
-        _fill_bag_of(lookups, bag_of)
+        _fill_entries(lookups, 0, None, bag_of, lane.stream_pointer())
     scratch = torch.empty(
         lane.lib.fo_cuda_update_scratch(ctypes.c_int64(lookups.struct.nnz), vectors, width),
         dtype=torch.float32,
@@ -176,22 +197,20 @@ def _bag_of(lookups: Lookups) -> Tensor | None:
     return torch.empty(lookups.struct.nnz, dtype=torch.int32, device=lookups.indices.device)
 
 
-def _fill_bag_of(lookups: Lookups, bag_of: Tensor) -> None:
-    lane, nothing = lookups.lane, ctypes.c_void_p(None)
-    code = lane.lib.fo_cuda_sort(
+def _fill_entries(
+    lookups: Lookups, shift: int, entries: Tensor | None, bag_of: Tensor | None, stream: ctypes.c_void_p
+) -> None:
+    lane = lookups.lane
+    code = lane.lib.fo_cuda_entries(
         lookups.pointer,
         lookups.index_bytes,
-        0,
-        0,
+        shift,
         _lanes_a_bag(lookups),
-        nothing,
-        nothing,
-        ctypes.c_void_p(bag_of.data_ptr()),
-        nothing,
-        ctypes.c_int64(0),
-        lane.stream_pointer(),
+        ctypes.c_void_p(None if entries is None else entries.data_ptr()),
+        ctypes.c_void_p(None if bag_of is None else bag_of.data_ptr()),
+        stream,
     )
-    check_cuda(lane.lib, code, "numbering the lookups' bags")
+    check_cuda(lane.lib, code, "numbering the lookups")
 
 
 def _lanes_a_bag(lookups: Lookups) -> int:

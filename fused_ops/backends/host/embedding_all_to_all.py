@@ -24,7 +24,7 @@ def embedding_all_to_all(
     lane = host_channel(group, channel)
     with lane.agreement.call(OPERATOR) as call:
         lookups = Lookups(inputs)
-        optimizer.check(inputs.tables)
+        optimizer.check(inputs)
         layout = inputs.layout
         tag, _ = lane.agreement.agree((OPERATOR, *layout.facts))
         output_bytes = inputs.local_batch * layout.total_dim * inputs.dtype.itemsize

@@ -170,7 +170,7 @@ def embedding_update(
     channel: int,
 ) -> Tensor:
     """See `fused_ops.embedding_backward._update`."""
-    optimizer.check(inputs.tables)
+    optimizer.check(inputs)
     assert optimizer.learning_rate is not None
     if optimizer.step is not None:
         optimizer.step.add_(1)

@@ -43,7 +43,7 @@ def embedding_all_to_all(
     lane = open_channel(group, channel, inputs.indices.device)
     with lane.call(OPERATOR):
         lookups = Lookups(inputs, lane)
-        optimizer.check(inputs.tables)
+        optimizer.check(inputs)
         layout = inputs.layout
         tag, _ = lane.agreement.agree((OPERATOR, *layout.facts))
         lane.reserve(_largest_slot(layout))
@@ -160,7 +160,7 @@ def embedding_update(
 ) -> Tensor:
     """See `fused_ops.embedding_backward._update`. Nothing changes after a failure that is not raised yet."""
     lane = open_channel(group, channel, inputs.indices.device)
-    optimizer.check(inputs.tables)
+    optimizer.check(inputs)
     with lane.on_device():
         lookups = Lookups(inputs, lane)
         if optimizer.step is not None:

@@ -27,7 +27,7 @@ def embedding_all_to_all(
     device = inputs.indices.device
     lane = cuda_channel(group, channel, device)
     with torch.cuda.device(device), lane.call(OPERATOR):
-        optimizer.check(inputs.tables)
+        optimizer.check(inputs)
         inputs.check()
         tag, _ = lane.agreement.agree((f"{OPERATOR} unfused", *inputs.layout.facts))
         return lookups_to_samples(pooled_locally(inputs, group, channel), inputs, tag, lane)

@@ -26,7 +26,7 @@ def embedding_all_to_all(
 ) -> Tensor:
     """See `fused_ops.embedding_all_to_all`."""
     with _telling_peers(group, channel):
-        optimizer.check(inputs.tables)
+        optimizer.check(inputs)
         pooled = pooled_locally(inputs)
     layout, rank = inputs.layout, group.rank
     with exposed.whole():

@@ -1,0 +1,127 @@
+// The device language and the runtime calls of the CUDA sources, for g++ and the threads of simt.h.
+#pragma once
+
+#include <crt/host_defines.h>
+#include <driver_types.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "simt.h"
+
+#undef __forceinline__
+#undef __noinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define threadIdx (emulator::current->index)
+#define blockIdx (emulator::current->block->index)
+#define blockDim (emulator::current->block->grid->block_size)
+#define gridDim (emulator::current->block->grid->size)
+
+namespace emulator {
+
+template <class... Parameters, class... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), dim3 size, dim3 block_size, size_t dynamic_shared_bytes, const Arguments&... arguments) {
+  launch({size, block_size, dynamic_shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); }});
+}
+
+// A variable of the block: the same for every thread that comes by.
+template <class T>
+T& shared_variable(const char* name) { return *reinterpret_cast<T*>(shared_memory(name, sizeof(T))); }
+
+template <class T>
+T* dynamic_shared() {
+  static const char variable = 0;
+  return reinterpret_cast<T*>(shared_memory(&variable, current->block->grid->dynamic_shared_bytes));
+}
+
+template <class T>
+T exchange(const char* operation, unsigned mask, T value, int source) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  bits = warp_exchange(operation, mask, bits, source);
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline int lane() { return current->number % 32; }
+
+inline uint64_t load(const uint64_t* p) {
+  pause();  // others may be about to store what this thread polls for
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void store(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+template <class T>
+T add(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+inline uint64_t clock_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace emulator
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  return emulator::exchange("__shfl_sync", mask, value, emulator::lane() / width * width + (source & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  const int source = emulator::lane() ^ bits;
+  return emulator::exchange("__shfl_xor_sync", mask, value, source / width > emulator::lane() / width ? emulator::lane() : source);
+}
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { emulator::exchange("__syncwarp", mask, 0, emulator::lane()); }
+inline void __syncthreads() { emulator::block_barrier(); }
+inline void __nanosleep(unsigned) { emulator::pause(); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline void __threadfence_system() {}
+
+template <class T>
+T __ldg(const T* p) { return *p; }
+template <class T>
+T __ldcg(const T* p) { return *p; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __int_as_float(int bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+
+template <class T>
+T atomicAdd(T* p, T v) { return emulator::add(p, v); }
+template <class T>
+T atomicSub(T* p, T v) { return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED); }
+template <class T>
+T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+template <class T>
+T atomicCAS(T* p, T expected, T v) {
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+template <class T>
+T atomicMax(T* p, T v) {
+  const T before = *p;
+  if (before < v) *p = v;
+  return before;
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) { return cudaSuccess; }
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) { return cudaSuccess; }

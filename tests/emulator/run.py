@@ -1,0 +1,60 @@
+"""One emulated run: `python -m tests.emulator.run problems peer 1 0`. With the sanitizers' libraries loaded first."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import torch
+
+from fused_ops.backends.cuda import embedding_all_to_all as forward
+from fused_ops.symmetric import cuda_channel
+from tests.emulator.channel import EmulatedChannel, World, backend_of, library, together
+from tests.emulator.problems import CPU, check, draw, inputs_of, optimizer_of
+
+RANKS = 4
+
+
+def channels(link: str, timeout_s: float = 60.0) -> list[EmulatedChannel]:
+    world = World(RANKS, link)
+    return [EmulatedChannel(world, rank, timeout_s) for rank in range(RANKS)]
+
+
+def problems(link: str, every: str, schedule: str) -> None:
+    """Everything equals float64. Parts small enough for slices; one call twice, so that credits are posted ahead."""
+    library().emulator_shuffle(int(schedule))
+    lanes, chosen = channels(link), list(draw(RANKS))[:: int(every)]
+    with mock.patch.object(cuda_channel, "SLICE_BYTES", 1 << 11):
+        for problem in [*chosen, chosen[0]]:
+            check(problem, lanes)
+
+
+def overrun() -> None:
+    """The kernels are told of a batch one sample longer than the gradient that they read."""
+    lanes, problem = channels("peer"), next(draw(RANKS))
+    mine = [problem.owned(rank, CPU) for rank in range(RANKS)]
+    inputs = [inputs_of(problem, mine[rank], rank) for rank in range(RANKS)]
+    grads = [owned.grad[:-1].clone() for owned in mine]
+    with backend_of(lanes), mock.patch("fused_ops.embedding_inputs.EmbeddingInputs.check_gradient"):
+        together(lambda r: forward.embedding_all_to_all_gradient(grads[r], inputs[r], True, lanes[r].group, 0), RANKS)
+
+
+def absent() -> None:
+    """The last rank makes no call: the others' kernels end, say who is missing, and poison their outputs."""
+    lanes, problem = channels("peer", timeout_s=0.5), next(draw(RANKS))
+    mine = [problem.owned(rank, CPU) for rank in range(RANKS)]
+    inputs = [inputs_of(problem, mine[rank], rank) for rank in range(RANKS)]
+    with backend_of(lanes):
+        outputs = together(
+            lambda r: forward.embedding_all_to_all(inputs[r], optimizer_of(problem, mine[r]), lanes[r].group, 0),
+            RANKS - 1,
+        )
+    for lane, output in zip(lanes, outputs, strict=False):
+        assert lane.record.serial, lane.rank
+        assert (lane.record.code, lane.record.late) == (1, 1 << RANKS - 1), (lane.record.code, lane.record.late)
+        assert torch.isnan(output).all(), lane.rank
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"problems": problems, "overrun": overrun, "absent": absent}[sys.argv[1]](*sys.argv[2:])
