@@ -11,6 +11,7 @@ enum Optimizer : int32_t { kPlain = 0, kSgd = 1, kAdagrad = 2, kRowwiseAdagrad =
 struct Target {
   char* rows;
   float *state, *second_state;
+  int64_t any_kind;  // too wide, or not aligned, for the kernels that move 16 bytes a lane
 };
 
 struct OptimizerParams {

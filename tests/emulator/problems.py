@@ -17,22 +17,20 @@ from tests.stress.embedding_problems import OPTIMIZERS, Owned, Problem
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ONE_VECTOR, TWO_VECTORS, ANY = (
-    [64, 8],
-    [256, 16],
-    [12, 5],
-)  # how many of 16 bytes a lane has of a row; TWO_VECTORS in fp32
+# How many of 16 bytes a lane has of a row: one; two; four, beside a table too wide for that; rows that are not aligned.
+ONE_VECTOR, TWO_VECTORS, FOUR_AND_WIDER, ANY = [64, 8], [256, 16], [512, 1024], [12, 5]  # in fp32
 
 
 def draw(ranks: int = 4) -> Iterator[Problem]:
     """Every dtype and optimizer, with rows of all kinds and a rank without tables; hot rows of one table and cold ones."""
     for number, (dtype, optimizer) in enumerate(itertools.product(DTYPES, OPTIMIZERS)):
-        dims = [ONE_VECTOR, TWO_VECTORS if dtype == torch.float32 else [512, 64], ANY, []]
-        aligned = dims if number % 2 else [dims[0], dims[1], [], []]  # `ANY` misaligns the columns of all
+        scale = 4 // dtype.itemsize
+        rows_of = [ONE_VECTOR, [dim * scale for dim in TWO_VECTORS], [dim * scale for dim in FOUR_AND_WIDER]]
+        dims = [*rows_of[:2], ANY if number % 2 else rows_of[2], []]  # `ANY` misaligns the columns of all
         batches = [(5, 5, 5, 5), (3, 0, 37, 1), (1, 20, 0, 0)][number % 3]
         hot = number % 3 == 1  # one row gets more than a thousand lookups
         rows, longest_bag = (1, 60) if hot else (400, 9)
-        layout = EmbeddingLayout.table_wise(aligned[:ranks], batches[:ranks], dtype)
+        layout = EmbeddingLayout.table_wise(dims[:ranks], batches[:ranks], dtype)
         yield Problem(layout, ["sum", "mean"][number % 2], optimizer, number, rows, longest_bag, number % 4 > 1)
 
 

@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kThreads, 2) units_kernel(const __grid_constan
       const Entry entry(p, place, word);
       own.grad = entry.grad;
       own.factor = entry.factor;
-      own.dim = place.feature.dim;
-      own.changes = place.target.rows != nullptr;
-      own.row = RowPlace::of(place.target, kOptimizer, entry.row, own.dim, sizeof(T));
+      own.dim = place.target.any_kind ? 0 : place.feature.dim;  // nothing is read of what is another kernel's
+      own.changes = place.target.rows != nullptr && !place.target.any_kind;
+      own.row = RowPlace::of(place.target, kOptimizer, entry.row, place.feature.dim, sizeof(T));
       own.ends = mine + 1 == nnz || row_at(p, mine + 1) != word >> p.shift;
       if (mine + lanes < end) next = p.order[mine + lanes];
     }
@@ -290,6 +290,7 @@ __global__ void __launch_bounds__(kThreads) spans_kernel(const __grid_constant__
     if (span == 0 || span > kShortSpan) continue;
     Place place{};
     const Entry entry(p, place, p.order[(unit + 1) * kUnit - 1]);
+    if (place.target.any_kind) continue;
     for (int column = lane(); column < place.feature.dim; column += 32) mine[column] = add_partials(p, unit, 0, span + 1, span, column);
     __syncwarp();
     apply_row<kOptimizer, T>(optimizer, place, entry.row, mine);
@@ -301,6 +302,7 @@ __global__ void __launch_bounds__(kThreads) spans_kernel(const __grid_constant__
     const int64_t unit = first_unit + n, parts = spans[n] + 1;
     Place place{};
     const Entry entry(p, place, p.order[(unit + 1) * kUnit - 1]);
+    if (place.target.any_kind) continue;
     for (int column = lane(); column < place.feature.dim; column += 32)
       mine[column] = add_partials(p, unit, parts * warp / kWarps, parts * (warp + 1) / kWarps, spans[n], column);
     __syncthreads();
@@ -326,6 +328,7 @@ __global__ void __launch_bounds__(kThreads) any_rows_kernel(const __grid_constan
     if (i > 0 && row_at(p, i - 1) == row) continue;
     Place place{};
     const Entry entry(p, place, p.order[i]);
+    if (!place.target.any_kind) continue;
     const int dim = place.feature.dim;
     for (int column = lane(); column < dim; column += 32) {
       float total = 0.0f;
@@ -389,9 +392,9 @@ int fo_cuda_update_load() {
       const int failed = with_dtype(dtype, [&](auto value) {
         using T = decltype(value);
         return with_optimizer(optimizer, [&](auto o) {
-          const int codes[] = {load(units_kernel<o.value, T, 1>), load(units_kernel<o.value, T, 2>), load(spans_kernel<o.value, T>),
-                               load(any_rows_kernel<o.value, T>), load(weights_kernel<T, int32_t>), load(weights_kernel<T, int64_t>)};
-          return std::max({codes[0], codes[1], codes[2], codes[3], codes[4], codes[5]});
+          return std::max({load(units_kernel<o.value, T, 1>), load(units_kernel<o.value, T, 2>), load(units_kernel<o.value, T, 4>),
+                           load(spans_kernel<o.value, T>), load(any_rows_kernel<o.value, T>), load(weights_kernel<T, int32_t>),
+                           load(weights_kernel<T, int64_t>)});
         });
       });
       if (failed) return failed;
@@ -401,16 +404,21 @@ int fo_cuda_update_load() {
 
 int64_t fo_cuda_update_params_bytes() { return sizeof(UpdateParams); }
 
-// Floats of scratch for `head` and `tail` together. vectors: of 16 bytes a lane (1 or 2), 0 for rows of any kind.
-int64_t fo_cuda_update_scratch(int64_t nnz, int vectors, int width) {
-  return vectors == 0 ? static_cast<int64_t>(kAnyRowsBlocks) * kWarps * width : 2 * ((nnz + kUnit - 1) / kUnit) * width;
+// Floats of scratch. vectors: of 16 bytes, that a lane has of a row (1, 2 or 4); 0: all tables are of any kind. width, any_width:
+// floats of the widest row of the tables that are moved by vectors, and of those of any kind (0: there are none).
+int64_t fo_cuda_update_scratch(int64_t nnz, int vectors, int width, int any_width) {
+  const int64_t units = vectors ? (nnz + kUnit - 1) / kUnit : 0;
+  return 2 * units * width + static_cast<int64_t>(kAnyRowsBlocks) * kWarps * any_width;
 }
 
-int fo_cuda_update(UpdateParams* p, int dtype, int optimizer, int vectors, float* scratch, int64_t* step, void* stream) {
+int fo_cuda_update(UpdateParams* p, int dtype, int optimizer, int vectors, int any_width, float* scratch, int64_t* step, void* stream) {
   const int64_t units = (p->lookups.nnz + kUnit - 1) / kUnit;
   auto* s = static_cast<cudaStream_t>(stream);
   p->head = scratch;
   p->tail = scratch + units * p->width;
+  UpdateParams any = *p;
+  any.head = vectors ? scratch + 2 * units * p->width : scratch;
+  any.width = any_width;
   const auto blocks = static_cast<unsigned>((units * p->lanes + kThreads - 1) / kThreads);
   const auto span_blocks = static_cast<unsigned>((units + kWarps * kUnitsAWarp - 1) / (kWarps * kUnitsAWarp));
   const size_t span_bytes = static_cast<size_t>(kWarps) * p->width * sizeof(float);
@@ -418,10 +426,11 @@ int fo_cuda_update(UpdateParams* p, int dtype, int optimizer, int vectors, float
     const int code = with_dtype(dtype, [&](auto value) {
       using T = decltype(value);
       return with_optimizer(optimizer, [&](auto o) {
-        if (vectors == 0) any_rows_kernel<o.value, T><<<kAnyRowsBlocks, kThreads, 0, s>>>(*p);
-        else if (vectors == 1) units_kernel<o.value, T, 1><<<blocks, kThreads, 0, s>>>(*p);
-        else units_kernel<o.value, T, 2><<<blocks, kThreads, 0, s>>>(*p);
+        if (vectors == 1) units_kernel<o.value, T, 1><<<blocks, kThreads, 0, s>>>(*p);
+        else if (vectors == 2) units_kernel<o.value, T, 2><<<blocks, kThreads, 0, s>>>(*p);
+        else if (vectors == 4) units_kernel<o.value, T, 4><<<blocks, kThreads, 0, s>>>(*p);
         if (vectors > 0) spans_kernel<o.value, T><<<span_blocks, kThreads, span_bytes, s>>>(*p, units);
+        if (any_width) any_rows_kernel<o.value, T><<<kAnyRowsBlocks, kThreads, 0, s>>>(any);
         return static_cast<int>(cudaGetLastError());
       });
     });

@@ -22,7 +22,7 @@ from fused_ops.symmetric.cuda_channel import CudaChannel, cuda_channel
 from fused_ops.symmetric.cuda_memory import check_cuda, library
 from fused_ops.symmetric.group import GroupContext
 
-MOST_VECTORS = 2  # a lane has of a row in the kernels for aligned rows
+MOST_VECTORS = 4  # a lane has of a row in the kernels for aligned rows
 
 
 def sort_lookups(lookups: Lookups, order: Tensor, stream: torch.cuda.Stream) -> list[Tensor]:
@@ -115,17 +115,16 @@ def _run(
 ) -> None:
     lane, inputs, grad = lookups.lane, lookups.inputs, grad.contiguous()
     first, second = (optimizer.table_states(which, len(targets)) for which in (0, 1))
-    row_bytes = [dim * inputs.dtype.itemsize for dim in inputs.dims]
-    widest = max(row_bytes, default=VECTOR)
-    aligned = [*row_bytes, grad.data_ptr(), *(t.data_ptr() for t in [*targets, *first, *second] if t is not None)]
-    vectors = power_of_two(-(-widest // (32 * VECTOR))) if all(x % VECTOR == 0 for x in aligned) else 0
-    vectors = 0 if vectors > MOST_VECTORS else vectors
-    width = -(-max(inputs.dims, default=1) // 8) * 8
+    any_kind = _any_kind(inputs, [grad], targets, first, second)
+    dims = list(zip(inputs.dims, inputs.feature_tables, strict=True))
+    width = _padded(max((dim for dim, t in dims if not any_kind[t]), default=0))
+    any_width = _padded(max((dim for dim, t in dims if any_kind[t]), default=0))
+    vectors = power_of_two(-(-width * inputs.dtype.itemsize // (32 * VECTOR))) if width else 0
     bag_of = _bag_of(lookups)
     if bag_of is not None:
         _fill_entries(lookups, 0, None, bag_of, lane.stream_pointer())
     scratch = torch.empty(
-        lane.lib.fo_cuda_update_scratch(ctypes.c_int64(lookups.struct.nnz), vectors, width),
+        lane.lib.fo_cuda_update_scratch(ctypes.c_int64(lookups.struct.nnz), vectors, width, any_width),
         dtype=torch.float32,
         device=grad.device,
     )
@@ -139,13 +138,13 @@ def _run(
         ),
         order=order.data_ptr(),
         bag_of=None if bag_of is None else bag_of.data_ptr(),
-        targets=_targets(lane, targets, first, second),
+        targets=_targets(lane, targets, first, second, any_kind),
         grad=grad.data_ptr(),
         grad_stride=inputs.local_dim * inputs.dtype.itemsize,
         halted=lane.halted_address,
         shift=lookups.payload_bits,
         width=width,
-        lanes=min(32, power_of_two(-(-widest // (VECTOR * max(vectors, 1))))),
+        lanes=min(32, power_of_two(-(-width * inputs.dtype.itemsize // (VECTOR * max(vectors, 1))))),
         index_bytes=lookups.index_bytes,
     )
     code = lane.lib.fo_cuda_update(
@@ -153,6 +152,7 @@ def _run(
         lookups.dtype,
         OPTIMIZER_CODES[optimizer.kind],
         vectors,
+        any_width,
         ctypes.c_void_p(scratch.data_ptr()),
         ctypes.c_void_p(None if optimizer.step is None else optimizer.step.data_ptr()),
         lane.stream_pointer(),
@@ -160,15 +160,43 @@ def _run(
     check_cuda(lane.lib, code, f"updating tables ({optimizer.kind})")
 
 
+def _padded(dim: int) -> int:
+    """Floats of a partial sum's row."""
+    return -(-dim // 8) * 8
+
+
+def _any_kind(inputs: EmbeddingInputs, shared: Sequence[Tensor], *of_table: Sequence[Tensor | None]) -> list[bool]:
+    """By table: too wide, or not aligned, for the kernels that move 16 bytes a lane."""
+    size = inputs.dtype.itemsize
+    stride_aligned = inputs.local_dim * size % VECTOR == 0 and all(t.data_ptr() % VECTOR == 0 for t in shared)
+    packed_aligned = dict.fromkeys(range(len(inputs.tables)), True)
+    at = 0
+    for dim, t in zip(inputs.dims, inputs.feature_tables, strict=True):
+        packed_aligned[t] &= at % VECTOR == 0
+        at += dim * size
+    kinds = []
+    for t, table in enumerate(inputs.tables):
+        row_bytes = table.shape[1] * size
+        own = [tensors[t] for tensors in of_table if tensors]
+        aligned = row_bytes % VECTOR == 0 and all(x is None or x.data_ptr() % VECTOR == 0 for x in own)
+        fits = row_bytes <= MOST_VECTORS * 32 * VECTOR
+        kinds.append(not (stride_aligned and packed_aligned[t] and aligned and fits))
+    return kinds
+
+
 def _targets(
-    lane: CudaChannel, targets: Sequence[Tensor | None], first: Sequence[Tensor], second: Sequence[Tensor]
+    lane: CudaChannel,
+    targets: Sequence[Tensor | None],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    any_kind: Sequence[bool],
 ) -> int:
-    """The kernels' `Target`s: rows, state, second state of each table."""
+    """The kernels' `Target`s: rows, state, second state and kind of each table."""
     none: list[Tensor | None] = [None] * len(targets)
     flat = [
-        0 if tensor is None else tensor.data_ptr()
-        for row in zip(targets, first or none, second or none, strict=True)
-        for tensor in row
+        number
+        for *tensors, kind in zip(targets, first or none, second or none, any_kind, strict=True)
+        for number in (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), int(kind))
     ]
     return lane.tables.address(("targets", *flat), lambda: (ctypes.c_int64 * len(flat))(*flat))
 
