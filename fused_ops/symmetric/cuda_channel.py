@@ -22,8 +22,17 @@ from fused_ops import exposed
 from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
-from fused_ops.symmetric.cuda_memory import MAX_RANKS, PeerArena, PinnedArena, check_cuda, choose_link, library
+from fused_ops.symmetric.cuda_memory import (
+    MAX_RANKS,
+    PeerArena,
+    PinnedArena,
+    check_cuda,
+    check_structs,
+    choose_link,
+    library,
+)
 from fused_ops.symmetric.cuda_tables import DeviceTables
+from fused_ops.symmetric.device_lease import lend
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.slots import over_storage
 
@@ -75,7 +84,7 @@ class LinkParams(ctypes.Structure):
 
 
 class CallParams(ctypes.Structure):
-    """`CallParams` of native/cuda_call.cuh."""
+    """`CallParams` of native/cuda_state.cuh."""
 
     _fields_ = [
         ("link", LinkParams),
@@ -99,7 +108,7 @@ class CallParams(ctypes.Structure):
 
 
 class Record(ctypes.Structure):
-    """`Record` of native/cuda_call.cuh."""
+    """`Record` of native/cuda_state.cuh."""
 
     _fields_ = [
         ("wait_ns", ctypes.c_uint64),
@@ -147,25 +156,10 @@ class Slot:
     def tensor(self, nbytes: int) -> torch.Tensor:
         """A byte tensor over the slot's start; the slot is free again when its storage dies."""
         self.held = True
-        lease = _Lease(self, nbytes)
-        weakref.finalize(lease, self._let_go).atexit = False
-        return torch.as_tensor(lease, device=self.arena.device)
+        return lend(self, self.address, nbytes, self.arena.device, self._let_go)
 
     def _let_go(self) -> None:
         self.held = False
-
-
-class _Lease:
-    """What a tensor's storage keeps alive for as long as it views a slot."""
-
-    def __init__(self, slot: Slot, nbytes: int) -> None:
-        self.slot = slot
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (slot.address, False),
-            "version": 3,
-        }
 
 
 @dataclass
@@ -188,6 +182,7 @@ class CudaChannel:
         self.group, self.index, self.device = group, index, device
         self.rank, self.world = group.rank, group.world
         self.lib = library(device.index)
+        check_structs(self.lib, {"record": Record, "call_params": CallParams})
         for load in (
             self.lib.fo_cuda_all_to_all_load,
             self.lib.fo_cuda_embedding_all_to_all_load,

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import weakref
+from collections.abc import Mapping
 
 import torch
 
@@ -31,6 +32,8 @@ INT64_RESULTS = (
     "update_params_bytes",
     "update_scratch",
     "state_bytes",
+    "record_bytes",
+    "call_params_bytes",
     "control_bytes",
     "halted_offset",
     "timeout_offset",
@@ -46,6 +49,14 @@ def library(device_index: int) -> ctypes.CDLL:
     for name in INT64_RESULTS:
         getattr(lib, f"fo_cuda_{name}").restype = ctypes.c_int64
     return lib
+
+
+def check_structs(lib: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
+    """RuntimeError where the two sides of the C interface do not mean the same by a struct; keys as in `fo_cuda_<key>_bytes`."""
+    for name, struct in structs.items():
+        native = getattr(lib, f"fo_cuda_{name}_bytes")()
+        if native != ctypes.sizeof(struct):
+            raise RuntimeError(f"{struct.__name__} is {ctypes.sizeof(struct)} bytes in Python, {native} in the library")
 
 
 def check_cuda(lib: ctypes.CDLL, code: int, what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fused_ops.symmetric.device_lease import lend
 from fused_ops.symmetric.segment_arena import SegmentArena
 from fused_ops.symmetric.slots import over_storage
 from fused_ops.symmetric.triton_layout import ARENA_SHIFT, PLACE_SHIFT
@@ -59,22 +60,8 @@ class Slot:
             view = memoryview(self.arena.memory.own.memory)[self.offset : self.offset + nbytes]
             weakref.finalize(view, self._let_go).atexit = False
             return over_storage(torch.frombuffer(view, dtype=torch.uint8), tuple(shape), dtype)
-        lease = _Lease(self, nbytes)
-        weakref.finalize(lease, self._let_go).atexit = False
-        return over_storage(torch.as_tensor(lease, device=self.arena.device), tuple(shape), dtype)
+        memory = lend(self, self.address, nbytes, self.arena.device, self._let_go)
+        return over_storage(memory, tuple(shape), dtype)
 
     def _let_go(self) -> None:
         self.held = False
-
-
-class _Lease:
-    """What a CUDA tensor's storage keeps alive for as long as it views a slot."""
-
-    def __init__(self, slot: Slot, nbytes: int) -> None:
-        self.slot = slot
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (slot.address, False),
-            "version": 3,
-        }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_TYPESTR = {torch.float32: "<f4", torch.float16: "<f2"}
+from fused_ops.symmetric.device_lease import lend
 
 
 def address_range(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
@@ -32,13 +32,6 @@ def address_range(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 def _flat(address: int, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=dtype)
-    flat = torch.as_tensor(_Memory(address, nbytes // dtype.itemsize, _TYPESTR[dtype]), device=device)
+    flat = lend(None, address, nbytes, device).view(dtype)
     assert flat.data_ptr() == address, "a copy of the range instead of the range"
     return flat
-
-
-class _Memory:
-    """Device memory that somebody else owns."""
-
-    def __init__(self, address: int, count: int, typestr: str) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": typestr, "version": 2}

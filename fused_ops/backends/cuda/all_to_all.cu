@@ -69,6 +69,8 @@ extern "C" {
 int64_t fo_cuda_all_to_all_tile_bytes() { return fused_ops::kTileBytes; }
 int64_t fo_cuda_all_to_all_params_bytes() { return sizeof(fused_ops::AllToAllParams); }
 int fo_cuda_all_to_all_warps() { return fused_ops::kThreads / 32; }
+int64_t fo_cuda_record_bytes() { return sizeof(fused_ops::Record); }
+int64_t fo_cuda_call_params_bytes() { return sizeof(fused_ops::CallParams); }
 int64_t fo_cuda_state_bytes() { return sizeof(fused_ops::State); }
 int64_t fo_cuda_control_bytes() { return fused_ops::kMaxRanks * sizeof(fused_ops::PeerEntry); }
 int64_t fo_cuda_halted_offset() { return offsetof(fused_ops::State, halted); }

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_ops.all_to_all import check_splits
 from fused_ops.launch_geometry import num_blocks
 from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, cuda_channel
+from fused_ops.symmetric.cuda_memory import check_structs
 from fused_ops.symmetric.group import GroupContext
 
 Offsets = ctypes.c_int64 * MAX_RANKS
@@ -40,7 +41,7 @@ def all_to_all(
 ) -> Tensor:
     """See `fused_ops.all_to_all`."""
     lane = cuda_channel(group, channel, input.device)
-    assert ctypes.sizeof(AllToAllParams) == lane.lib.fo_cuda_all_to_all_params_bytes()
+    check_structs(lane.lib, {"all_to_all_params": AllToAllParams})
     with torch.cuda.device(input.device), lane.call("all_to_all"):
         send, receive = check_splits(input, output_splits, input_splits, group.world)
         even = output_splits is None and input_splits is None

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_ops.embedding_columns import merged_runs
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs
 from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, CudaChannel
+from fused_ops.symmetric.cuda_memory import check_structs
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
@@ -141,21 +142,12 @@ STRUCTS = {
 }
 
 
-def check_structs(lib: ctypes.CDLL) -> None:
-    """Both sides of the C interface mean the same structs."""
-    for name, struct in STRUCTS.items():
-        native = getattr(lib, f"fo_cuda_{name}_bytes")()
-        assert native == ctypes.sizeof(struct), (
-            f"{struct.__name__} is {ctypes.sizeof(struct)} bytes here, {native} there"
-        )
-
-
 class Lookups:
     """Checked inputs in the kernels' form. Holds what the struct points to."""
 
     def __init__(self, inputs: EmbeddingInputs, lane: CudaChannel) -> None:
         inputs.check()
-        check_structs(lane.lib)
+        check_structs(lane.lib, STRUCTS)
         tallest = max((t.shape[0] for t in inputs.tables), default=0)
         if tallest > MOST_ROWS:
             raise ValueError(f"{OPERATOR}: the kernels take tables of up to {MOST_ROWS} rows, got one of {tallest}")
