@@ -22,14 +22,14 @@ ONE_VECTOR, TWO_VECTORS, FOUR_AND_WIDER, ANY = [64, 8], [256, 16], [512, 1024], 
 
 
 def draw(ranks: int = 4) -> Iterator[Problem]:
-    """Every dtype and optimizer, with rows of all kinds and a rank without tables; hot rows of one table and cold ones."""
+    """Every dtype and optimizer, with rows of all kinds and a rank without tables; hot rows and cold ones."""
     for number, (dtype, optimizer) in enumerate(itertools.product(DTYPES, OPTIMIZERS)):
         scale = 4 // dtype.itemsize
         rows_of = [ONE_VECTOR, [dim * scale for dim in TWO_VECTORS], [dim * scale for dim in FOUR_AND_WIDER]]
         dims = [*rows_of[:2], ANY if number % 2 else rows_of[2], []]  # `ANY` misaligns the columns of all
         batches = [(5, 5, 5, 5), (3, 0, 37, 1), (1, 20, 0, 0)][number % 3]
-        hot = number % 3 == 1  # one row gets more than a thousand lookups
-        rows, longest_bag = (1, 60) if hot else (400, 9)
+        # Rows that lie within a unit of sorted lookups, that fill many, and that reach from one into the next.
+        rows, longest_bag = [(400, 9), (1, 60), (3, 9)][number % 3]
         layout = EmbeddingLayout.table_wise(dims[:ranks], batches[:ranks], dtype)
         yield Problem(layout, ["sum", "mean"][number % 2], optimizer, number, rows, longest_bag, number % 4 > 1)
 
