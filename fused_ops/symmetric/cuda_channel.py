@@ -14,7 +14,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -22,8 +21,8 @@ from fused_ops import exposed
 from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
+from fused_ops.symmetric.cuda_graphs import current_capture
 from fused_ops.symmetric.cuda_memory import (
-    MAX_RANKS,
     PeerArena,
     PinnedArena,
     check_cuda,
@@ -32,16 +31,11 @@ from fused_ops.symmetric.cuda_memory import (
     library,
 )
 from fused_ops.symmetric.cuda_tables import DeviceTables
-from fused_ops.symmetric.device_lease import lend
+from fused_ops.symmetric.device_arenas import DeviceArenas
+from fused_ops.symmetric.device_slots import Arena, Slot
 from fused_ops.symmetric.group import GroupContext
-from fused_ops.symmetric.slots import over_storage
 
-MAX_ARENAS = 64
-ARENA_SHIFT, PLACE_SHIFT = 26, 8
 NO_PLACE = 0xFFFFFFFF
-MOST_SLOTS, FEWEST_SLOTS = 8, 2  # of an arena; the first is for staging
-ARENA_BUDGET = 1 << 30  # bytes that an arena's slots share, unless the fewest need more
-SMALLEST_SLOT = 1 << 16
 MAX_FOLLOWED = 1024
 MAX_NOTES = 256
 MAX_SLICES = 8
@@ -126,55 +120,6 @@ class Record(ctypes.Structure):
     ]
 
 
-@dataclass
-class Slot:
-    """A piece of an arena. `held` while a tensor views it, `posted` while a credit posted ahead names it, `captured` from
-    when it is the output of a call in a CUDA graph, since nobody says when a graph dies."""
-
-    arena: Arena
-    index: int
-    held: bool = False
-    posted: bool = False
-    captured: bool = False
-
-    @property
-    def free(self) -> bool:
-        return not (self.held or self.posted or self.captured)
-
-    @property
-    def offset(self) -> int:
-        return self.index * self.arena.slot_size
-
-    @property
-    def place(self) -> int:
-        return (self.arena.number << ARENA_SHIFT) | (self.offset >> PLACE_SHIFT)
-
-    @property
-    def address(self) -> int:
-        return self.arena.base + self.offset
-
-    def tensor(self, nbytes: int) -> torch.Tensor:
-        """A byte tensor over the slot's start; the slot is free again when its storage dies."""
-        self.held = True
-        return lend(self, self.address, nbytes, self.arena.device, self._let_go)
-
-    def _let_go(self) -> None:
-        self.held = False
-
-
-@dataclass
-class Arena:
-    """Slots of one size on every rank. Replaced by a larger one when a layout needs it; kept while anything uses it."""
-
-    number: int
-    slot_size: int
-    memory: PeerArena | PinnedArena
-    device: torch.device
-    base: int
-    slots: list[Slot] = field(default_factory=list)
-    captured: bool = False  # a CUDA graph has its addresses: it must never be freed
-
-
 class CudaChannel:
     """One lane of a group's device memory. Made collectively by `GroupContext.channel`."""
 
@@ -192,15 +137,13 @@ class CudaChannel:
         self.agreement = Agreement(group, "cuda", index)
         self.link, self._sharing = choose_link(group, device)
         self._sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        self._arena_type = PeerArena if self.link == "peer" else PinnedArena
-        self._control = self._arena_type(group, device, self.lib.fo_cuda_control_bytes())
+        arena_type = PeerArena if self.link == "peer" else PinnedArena
+        self._control = arena_type(group, device, self.lib.fo_cuda_control_bytes())
         self._control_table = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
-        self._arena_table = torch.zeros(MAX_ARENAS * MAX_RANKS, dtype=torch.int64, device=device)
+        self.arenas = DeviceArenas(group, device, arena_type, f"cuda channel {index}")
         self._state = torch.zeros(self.lib.fo_cuda_state_bytes(), dtype=torch.uint8, device=device)
         self._record_memory = torch.zeros(ctypes.sizeof(Record), dtype=torch.uint8, pin_memory=True)
         self._record = Record.from_address(self._record_memory.data_ptr())
-        self._arenas: list[Arena] = []  # the newest last; older ones that a graph captured
-        self._arena_count = 0
         self._posted: tuple[int, Slot] | None = None
         self._followed_by: dict[int, tuple[int, int]] = {}
         self._previous_tag: int | None = None
@@ -227,7 +170,7 @@ class CudaChannel:
 
     @property
     def bytes(self) -> int:
-        return self._control.size + sum(a.memory.size for a in self._arenas)
+        return self._control.size + self.arenas.bytes
 
     def set_timeout(self, seconds: float) -> None:
         self.agreement.set_timeout(seconds)
@@ -261,67 +204,36 @@ class CudaChannel:
 
     def reserve(self, largest_output: int) -> None:
         """Make every rank's slots hold `largest_output` bytes. Collective when it grows; all ranks pass the same number."""
-        if self._arenas and self._arenas[-1].slot_size >= largest_output:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                f"{self.agreement.operator}: this layout needs slots of {largest_output} bytes, which cannot be allocated "
-                "inside a CUDA graph capture: call the operator once with this shape before capturing"
-            )
-        if self._arena_count == MAX_ARENAS:
-            raise ValueError(f"channel {self.index} of group '{self.group.name}' has grown {MAX_ARENAS} times")
-        slot_size = 1 << (max(largest_output, SMALLEST_SLOT) - 1).bit_length()
-        slots = min(MOST_SLOTS, max(FEWEST_SLOTS, ARENA_BUDGET // slot_size)) if self.link == "peer" else 1
-        if slots * slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
-            slots = 1
-        if slot_size >> PLACE_SHIFT > 1 << ARENA_SHIFT:
-            raise ValueError(
-                f"{self.agreement.operator}: one call moves at most 16 GiB to a rank, got {largest_output} bytes"
-            )
-        # Kernels in flight may still use the arena that is given up: all ranks finish theirs, then all unmap, then it may go.
-        for stream in {torch.cuda.current_stream(self.device), self._stream or torch.cuda.current_stream(self.device)}:
+        if not self.arenas.hold(largest_output):
+            self.arenas.grow(self.agreement.operator, largest_output, self._finish)
+            self._posted = None
+
+    def _finish(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        for stream in {current, self._stream or current}:
             stream.synchronize()
-        self.group.exchange(f"cuda channel {self.index} grows", {})
-        self._posted = None
-        outgrown = [arena for arena in self._arenas if not arena.captured]
-        self._arenas = [arena for arena in self._arenas if arena.captured]
-        for arena in outgrown:
-            arena.memory.close_peers()
-        self.group.exchange(f"cuda channel {self.index} unmapped", {})
-        for arena in outgrown:
-            arena.memory.allow_free()
-            arena.slots.clear()  # so that it is freed with the last tensor in it, not by a garbage collection
-        memory = self._arena_type(self.group, self.device, slots * slot_size)
-        arena = Arena(self._arena_count, slot_size, memory, self.device, memory.addresses[self.rank])
-        arena.slots = [Slot(arena, i) for i in range(slots)]
-        start = self._arena_count * MAX_RANKS
-        self._arena_table[start : start + self.world] = torch.tensor(memory.addresses, dtype=torch.int64)
-        torch.cuda.current_stream(self.device).synchronize()
-        self._arenas.append(arena)
-        self._arena_count += 1
 
     def receive(self, tag: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, CallParams]:
         """This call's output tensor and launch parameters. `reserve` comes first."""
         nbytes = math.prod(shape) * dtype.itemsize
-        arena = self._arenas[-1]
-        capturing = torch.cuda.is_current_stream_capturing()
-        staging = arena.slots[0]
-        slot: Slot | None = None
-        if capturing:
-            arena.captured = True
-            slot = self._captured_slot(arena) if nbytes else None
+        arena, capture = self.arenas.newest, current_capture(self.device)
+        if capture is not None:
+            arena.capture(capture)
+            slot = arena.free_slot(capture) if nbytes else None
+            if nbytes and slot is None and self.link == "peer":
+                logger.info("%s: no slot left for a captured call, it copies out", self.agreement.operator)
         else:
             slot = self._claim(tag, arena)  # also takes back a slot that was posted for another call
             slot = slot if nbytes else None
         if slot is None:
-            slot = staging
+            slot = arena.slots[0]
             output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         else:
-            output = over_storage(slot.tensor(nbytes), tuple(shape), dtype)
+            output = slot.tensor(shape, dtype)
         params = self._params(tag, slot.place)
         params.output = output.data_ptr()
         params.output_bytes = nbytes
-        if not capturing:
+        if capture is None:
             self._choose_next(tag, nbytes, arena, params)
         return output, params
 
@@ -377,24 +289,7 @@ class CudaChannel:
             slot.posted = False
             if posted_tag == tag and slot.arena is arena:
                 return slot
-        return self._free_slot(arena)
-
-    @staticmethod
-    def _free_slot(arena: Arena) -> Slot | None:
-        return next((s for s in arena.slots[1:] if s.free), None)
-
-    def _captured_slot(self, arena: Arena) -> Slot | None:
-        """A slot for a call in a CUDA graph, which keeps it for good; one slot is left to the calls outside of graphs.
-
-        A replay's output dies with the next replay, which posts its credit when it begins: no peer stores here before.
-        """
-        free = [s for s in arena.slots[1:] if s.free]
-        if len(free) < 2:
-            if self.link == "peer":
-                logger.info("%s: no slot left for a captured call, it copies out", self.agreement.operator)
-            return None
-        free[0].captured = True
-        return free[0]
+        return arena.free_slot()
 
     def _choose_next(self, tag: int, nbytes: int, arena: Arena, params: CallParams) -> None:
         """Which slot the kernel posts ahead when it is done, for the layout that followed this one before."""
@@ -407,7 +302,7 @@ class CudaChannel:
         predicted = self._followed_by.get(tag)
         if predicted is None or predicted[1] > arena.slot_size:
             return
-        slot = arena.slots[0] if self.link == "pinned" or predicted[1] == 0 else self._free_slot(arena)
+        slot = arena.slots[0] if self.link == "pinned" or predicted[1] == 0 else arena.free_slot()
         if slot is None:
             return
         params.next_tag, params.next_place = predicted[0], slot.place
@@ -416,7 +311,7 @@ class CudaChannel:
             slot.posted = slot.index > 0
 
     def _params(self, tag: int, place: int) -> CallParams:
-        link = LinkParams(self._control_table.data_ptr(), self._arena_table.data_ptr(), self.rank, self.world)
+        link = LinkParams(self._control_table.data_ptr(), self.arenas.table.data_ptr(), self.rank, self.world)
         return CallParams(
             link=link,
             state=self._state.data_ptr(),

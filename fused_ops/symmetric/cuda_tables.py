@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from fused_ops.symmetric.cuda_graphs import current_capture
 from fused_ops.symmetric.cuda_memory import check_cuda, library
 
 MOST_TABLES = 256
@@ -20,22 +21,21 @@ class DeviceTables:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
-        self._captured: list[torch.Tensor] = []
 
     def address(self, key: Hashable, make: Callable[[], ctypes.Array]) -> int:
         """The address of the table of that key; `make` gives its content the first time."""
-        capturing = torch.cuda.is_current_stream_capturing()
+        capture = current_capture(self._device)
         table = self._kept.get(key)
         if table is None:
             table = self._upload(make())
-            if not capturing:  # in a capture nothing is written yet: only that graph may read it
+            if capture is None:  # in a capture nothing is written yet: only that graph may read it
                 self._kept[key] = table
                 if len(self._kept) > MOST_TABLES:
                     self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(key)
-        if capturing:
-            self._captured.append(table)
+        if capture is not None:
+            capture.keep(table)
         return table.data_ptr()
 
     def _upload(self, content: ctypes.Array) -> torch.Tensor:

@@ -19,33 +19,28 @@ from fused_ops import exposed
 from fused_ops.errors import CommunicationError, PeerAbortedError, PeerTimeoutError
 from fused_ops.symmetric import agreement as host
 from fused_ops.symmetric.agreement import Agreement
+from fused_ops.symmetric.cuda_graphs import current_capture
 from fused_ops.symmetric.cuda_memory import PeerArena, PinnedArena, choose_link
+from fused_ops.symmetric.device_arenas import ArenaType, DeviceArenas
+from fused_ops.symmetric.device_slots import Slot
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.segment_arena import SegmentArena
 from fused_ops.symmetric.triton_layout import (
-    ARENA_SHIFT,
     BAD_VALUE,
     CONTROL_BYTES,
-    MAX_ARENAS,
-    MAX_RANKS,
     NO_PROBLEM,
-    PLACE_SHIFT,
     RECORD_WORDS,
     STATE_WORDS,
     Record,
     State,
 )
-from fused_ops.symmetric.triton_slots import Arena, Slot
 
 SHARED_MEMORY = "shared memory"
-ARENA_OF_LINK: dict[str, type[PeerArena | PinnedArena | SegmentArena]] = {
+ARENA_OF_LINK: dict[str, ArenaType] = {
     "peer": PeerArena,
     "pinned": PinnedArena,
     SHARED_MEMORY: SegmentArena,
 }
-SLOTS_PER_ARENA = 4
-SMALLEST_SLOT = 1 << 16
-LARGEST_SLOT = 1 << (ARENA_SHIFT + PLACE_SHIFT)
 MOST_CONSTANTS = 256
 MOST_CALLS_DESCRIBED = 64
 
@@ -87,18 +82,15 @@ class TritonChannel:
         self._abort = abort
         self.agreement = Agreement(group, "triton", index)
         self.link, self._sharing = choose_link(group, device) if device.type == "cuda" else (SHARED_MEMORY, group.world)
-        self._arena_type: type[PeerArena | PinnedArena | SegmentArena] = ARENA_OF_LINK[self.link]
-        self._control = self._arena_type(group, device, CONTROL_BYTES)
+        arena_type = ARENA_OF_LINK[self.link]
+        self._control = arena_type(group, device, CONTROL_BYTES)
         self.control = torch.tensor(self._control.addresses, dtype=torch.int64, device=device)
-        self.arena_table = torch.zeros(MAX_ARENAS * MAX_RANKS, dtype=torch.int64, device=device)
+        self.arenas = DeviceArenas(group, device, arena_type, f"triton channel {index}")
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self.state[State.PROBLEM] = NO_PROBLEM
         self._record_memory = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._record = (ctypes.c_int64 * RECORD_WORDS).from_address(self.record)
-        self._arenas: list[Arena] = []  # the newest last; older ones that a graph captured
-        self._arena_count = 0
         self._constants: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
-        self._captured: list[torch.Tensor] = []
         self._described: OrderedDict[int, tuple[str, DescribeProblem]] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
         self._seen_wait_ns = 0
@@ -126,7 +118,7 @@ class TritonChannel:
 
     @property
     def bytes(self) -> int:
-        return self._control.size + sum(arena.memory.size for arena in self._arenas)
+        return self._control.size + self.arenas.bytes
 
     def set_timeout(self, seconds: float) -> None:
         self.agreement.set_timeout(seconds)
@@ -179,57 +171,23 @@ class TritonChannel:
                 self._constants.popitem(last=False)
             self._constants[key] = known
         self._constants.move_to_end(key)
-        if self._is_capturing():
-            self._captured.append(known)
+        if capture := current_capture(self.device):
+            capture.keep(known)
         return known
 
     def reserve(self, largest_output: int) -> None:
         """Make every rank's slots hold `largest_output` bytes. Collective when it grows; all ranks pass the same number."""
-        if self._arenas and self._arenas[-1].slot_size >= largest_output:
-            return
-        operator = self.agreement.operator
-        if self._is_capturing():
-            raise ValueError(
-                f"{operator}: this layout needs slots of {largest_output} bytes, which cannot be allocated inside a CUDA "
-                "graph capture: call the operator once with this shape before capturing"
-            )
-        if largest_output > LARGEST_SLOT:
-            raise ValueError(
-                f"{operator}: one call moves at most {LARGEST_SLOT >> 30} GiB to a rank, got {largest_output}"
-            )
-        if self._arena_count == MAX_ARENAS:
-            raise ValueError(f"channel {self.index} of group '{self.group.name}' has grown {MAX_ARENAS} times")
-        self._retire_arenas()
-        slot_size = 1 << (max(largest_output, SMALLEST_SLOT) - 1).bit_length()
-        slots = 1 if self.link == "pinned" or SLOTS_PER_ARENA * slot_size > LARGEST_SLOT else SLOTS_PER_ARENA
-        memory = self._arena_type(self.group, self.device, slots * slot_size)
-        arena = Arena(self._arena_count, slot_size, memory, memory.addresses[self.rank], self.device)
-        arena.slots = [Slot(arena, i) for i in range(slots)]
-        start = self._arena_count * MAX_RANKS
-        self.arena_table[start : start + self.world] = torch.tensor(memory.addresses, dtype=torch.int64)
-        self._synchronize()
-        self._arenas.append(arena)
-        self._arena_count += 1
-
-    def _retire_arenas(self) -> None:
-        """Kernels in flight may use them still: all ranks finish theirs, then all unmap, then the memory may go."""
-        self._synchronize()
-        self.group.exchange(f"triton channel {self.index} grows", {})
-        outgrown = [arena for arena in self._arenas if not arena.captured]
-        self._arenas = [arena for arena in self._arenas if arena.captured]
-        for arena in outgrown:
-            arena.memory.close_peers()
-        self.group.exchange(f"triton channel {self.index} unmapped", {})
-        for arena in outgrown:
-            arena.memory.allow_free()
+        if not self.arenas.hold(largest_output):
+            self.arenas.grow(self.agreement.operator, largest_output, self._synchronize)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         """The place of this call's output. `reserve` comes first."""
-        arena = self._arenas[-1]
-        slot = None if self._is_capturing() or 0 in shape else arena.free_slot()
+        arena, capture = self.arenas.newest, current_capture(self.device)
+        if capture is not None:
+            arena.capture(capture)
+        slot = None if 0 in shape else arena.free_slot(capture)
         if slot is not None:
             return Receipt(slot, slot.tensor(shape, dtype), is_staged=False)
-        arena.captured |= self._is_capturing()
         output = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         return Receipt(arena.slots[0], output, is_staged=output.numel() > 0)
 

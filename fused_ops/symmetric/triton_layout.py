@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 
 MAX_RANKS = 64
-MAX_ARENAS = 64
-ARENA_SHIFT, PLACE_SHIFT = 26, 8  # a place is {arena: 6 bits, offset in 256-byte units: 26 bits}
 
 # A rank's control area has one entry a peer, written by that peer alone. An entry has two halves, for even and odd epochs:
 # no rank ends an epoch before it heard of that epoch from every peer, so a word is never overwritten before it was read.

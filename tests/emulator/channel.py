@@ -18,8 +18,9 @@ import torch
 
 from fused_ops.backends.cuda.embedding_native import Lookups
 from fused_ops.backends.cuda.embedding_update import sort_lookups
-from fused_ops.symmetric.cuda_channel import MAX_ARENAS, PLACE_SHIFT, Arena, CudaChannel, Record, Slot
+from fused_ops.symmetric.cuda_channel import CudaChannel, Record
 from fused_ops.symmetric.cuda_memory import INT64_RESULTS, MAX_RANKS
+from fused_ops.symmetric.device_slots import MAX_ARENAS, PLACE_SHIFT, Arena, Slot
 from tests.emulator.build import build
 
 SLOTS = {"peer": 8, "pinned": 1}  # of an arena
@@ -56,9 +57,8 @@ class HostTables:
 
 
 class HostSlot(Slot):
-    def tensor(self, nbytes: int) -> torch.Tensor:
+    def lend(self, nbytes: int) -> torch.Tensor:
         assert nbytes <= self.arena.slot_size, f"an output of {nbytes} bytes in a slot of {self.arena.slot_size}"
-        self.held = True
         allow(self.address, nbytes)
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         weakref.finalize(memory, self._end, nbytes).atexit = False
@@ -66,7 +66,7 @@ class HostSlot(Slot):
 
     def _end(self, nbytes: int) -> None:
         forbid(self.address, nbytes)
-        self._let_go()
+        self.let_go()
 
 
 class World:
@@ -90,6 +90,29 @@ class World:
         return self._arenas[number][rank]
 
 
+class EmulatedArenas:
+    """A rank's part of the world's arenas, each as small as the layout allows, so that too small is an error."""
+
+    def __init__(self, world: World, rank: int, device: torch.device) -> None:
+        self._world, self._rank, self._device = world, rank, device
+        self.table = world.arena_table
+        self.newest: Arena | None = None
+        self._count = 0
+
+    def hold(self, largest_output: int) -> bool:
+        return self.newest is not None and self.newest.slot_size >= largest_output
+
+    def grow(self, operator: str, largest_output: int, finish: Callable[[], None]) -> None:
+        slot_size = 1 << max(PLACE_SHIFT, (largest_output - 1).bit_length())
+        memory = self._world.arena(self._count, slot_size, self._rank)
+        arena = Arena(self._count, slot_size, memory, memory.data_ptr(), self._device)  # type: ignore[arg-type]
+        arena.slots = [HostSlot(arena, i) for i in range(SLOTS[self._world.link])]
+        if self._world.link == "pinned":  # its one slot is where all outputs arrive, to be copied out
+            allow(memory.data_ptr(), slot_size)
+        self.newest = arena
+        self._count += 1
+
+
 class EmulatedAgreement:
     """Ranks that always agree."""
 
@@ -111,14 +134,13 @@ class EmulatedChannel(CudaChannel):
         self.lib = library()
         self.agreement = EmulatedAgreement()  # type: ignore[assignment]
         self._memory = world
-        self._control_table, self._arena_table = world.control_table, world.arena_table
+        self._control_table = world.control_table
+        self.arenas = EmulatedArenas(world, rank, self.device)  # type: ignore[assignment]
         self._state = torch.zeros(self.lib.fo_cuda_state_bytes(), dtype=torch.uint8)
         start = self.lib.fo_cuda_timeout_offset()
         self._state[start : start + 8].view(torch.int64).fill_(int(timeout_s * 1e9))
         self._record_memory = torch.zeros(ctypes.sizeof(Record), dtype=torch.uint8)
         self.record = self._record = Record.from_address(self._record_memory.data_ptr())
-        self._arenas: list[Arena] = []
-        self._arena_count = 0
         self._posted = None
         self._followed_by: dict[int, tuple[int, int]] = {}
         self._previous_tag = None
@@ -137,20 +159,6 @@ class EmulatedChannel(CudaChannel):
         self.agreement.operator = operator
         self.agreement.call_number += 1
         yield self.agreement.call_number
-
-    def reserve(self, largest_output: int) -> None:
-        if self._arenas and self._arenas[-1].slot_size >= largest_output:
-            return
-        slot_size = 1 << max(
-            PLACE_SHIFT, (largest_output - 1).bit_length()
-        )  # the smallest, so that too small is an error
-        memory = self._memory.arena(self._arena_count, slot_size, self.rank)
-        arena = Arena(self._arena_count, slot_size, memory, self.device, memory.data_ptr())  # type: ignore[arg-type]
-        arena.slots = [HostSlot(arena, i) for i in range(SLOTS[self.link])]
-        if self.link == "pinned":  # its one slot is where all outputs arrive, to be copied out
-            allow(memory.data_ptr(), slot_size)
-        self._arenas, self._posted = [arena], None
-        self._arena_count += 1
 
     def stream_pointer(self) -> ctypes.c_void_p:
         return ctypes.c_void_p()

@@ -56,8 +56,14 @@ class Problem:
         lengths = (rand(len(dims) * batch) * (self.longest_bag + 1)).long()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         indices = (rand(int(offsets[-1])) ** 3 * self.rows).long().clamp(max=self.rows - 1)  # some rows are hot
-        weights = rand(len(indices)) - 0.3 if self.weighted else None
-        grad = (rand(self.layout.batch_sizes[rank], self.layout.total_dim) - 0.5).to(self.layout.dtype)
+        # One sign a feature and one a column: a row of many lookups is a long sum, and must not be a small difference of
+        # large parts, of which fp32 leaves little.
+        weights = None
+        if self.weighted:
+            sign = 1 - 2 * (torch.arange(len(dims), device=device) % 2).repeat_interleave(batch)
+            weights = (rand(len(indices)) + 0.1) * torch.repeat_interleave(sign, lengths)
+        column_sign = 1 - 2 * (torch.arange(self.layout.total_dim, device=device) % 3 % 2)
+        grad = ((rand(self.layout.batch_sizes[rank], self.layout.total_dim) + 0.1) * column_sign).to(self.layout.dtype)
         states = FusedOptimizer.make_states(self.optimizer, tables, device)
         for state in states[: len(states) - (self.optimizer == "adam")]:
             state.fill_(0.1)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fused_ops.all_to_all import check_splits
 from fused_ops.launch_geometry import num_blocks
-from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, cuda_channel
-from fused_ops.symmetric.cuda_memory import check_structs
+from fused_ops.symmetric.cuda_channel import CallParams, cuda_channel
+from fused_ops.symmetric.cuda_memory import MAX_RANKS, check_structs
 from fused_ops.symmetric.group import GroupContext
 
 Offsets = ctypes.c_int64 * MAX_RANKS

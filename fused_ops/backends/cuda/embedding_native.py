@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fused_ops.embedding_columns import merged_runs
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs
-from fused_ops.symmetric.cuda_channel import MAX_RANKS, CallParams, CudaChannel
-from fused_ops.symmetric.cuda_memory import check_structs
+from fused_ops.symmetric.cuda_channel import CallParams, CudaChannel
+from fused_ops.symmetric.cuda_memory import MAX_RANKS, check_structs
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}

@@ -69,7 +69,7 @@ def link_arguments(lane: TritonChannel, sends: Sends, tag: int, receipt: Receipt
         "state": lane.state,
         "record": lane.record,
         "control": lane.control,
-        "arenas": lane.arena_table,
+        "arenas": lane.arenas.table,
         "slices": sends.slices,
         "first_tiles": sends.first_tiles,
         "own": receipt.slot.address,

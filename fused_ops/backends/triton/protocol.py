@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fused_ops.backends.triton.link import load_acquire, now_ns, pause, signal, timeout_ns, wait
 from fused_ops.symmetric import agreement as host
+from fused_ops.symmetric import device_slots
 from fused_ops.symmetric import triton_layout as layout
 from fused_ops.symmetric.triton_layout import State
 
@@ -30,9 +31,9 @@ WORDS_A_HALF = tl.constexpr(layout.WORDS_A_HALF)
 WORDS_A_PEER = tl.constexpr(layout.WORDS_A_PEER)
 FIRST_ABORT_TAG = tl.constexpr(layout.FIRST_ABORT_TAG)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-ARENA_SHIFT = tl.constexpr(layout.ARENA_SHIFT)
-OFFSET_MASK = tl.constexpr((1 << layout.ARENA_SHIFT) - 1)
-PLACE_SHIFT = tl.constexpr(layout.PLACE_SHIFT)
+ARENA_SHIFT = tl.constexpr(device_slots.ARENA_SHIFT)
+OFFSET_MASK = tl.constexpr((1 << device_slots.ARENA_SHIFT) - 1)
+PLACE_SHIFT = tl.constexpr(device_slots.PLACE_SHIFT)
 
 # What every send kernel takes and no variant should be compiled for.
 LINK_SCALARS = ("record", "own", "rank", "world", "tag", "place", "num_tiles", "delay_us")
