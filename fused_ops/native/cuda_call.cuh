@@ -35,16 +35,15 @@ class Call {
 
   // The whole call, for every thread of the grid. Tiles for remote ranks come before this rank's own (for all warps but
   // `local_first_warps` of a block); the next rank's first, so that not all ranks store to one.
-  //   send_tiles(peer, slice), receive_tiles(source, slice): how many, at least one, since every slice has a flag
-  //   send(to, peer, slice, tile, n): store n tiles of a slice in the slot that starts at `to`
-  //   local(tile, n): n of `local_tiles`, of what stays here
+  //   tiles(r, slice, of), receive_tiles(source, slice): how many, at least one, since every slice has a flag; this rank's own
+  //     data is slice 0 of 1
+  //   store(to, r, slice, of, tile, n): store n tiles of a slice for rank r, whose output starts at `to`
   //   receive(source, slice, tile, n): the slice is here; copy n tiles of it out of the slot, where that is not the output
-  template <class SendTiles, class ReceiveTiles, class Send, class Local, class Receive>
-  __device__ void run(SendTiles&& send_tiles, ReceiveTiles&& receive_tiles, uint32_t local_tiles, bool copies_out, Send&& send,
-                      Local&& local, Receive&& receive) {
-    const int remote = p.link.world - 1, pairs = remote * p.slices;
+  template <class Tiles, class ReceiveTiles, class Store, class Receive>
+  __device__ void run(Tiles&& tiles, ReceiveTiles&& receive_tiles, bool copies_out, Store&& store, Receive&& receive) {
+    const int rank = p.link.rank, remote = p.link.world - 1, pairs = remote * p.slices;
     for (int k = threadIdx.x; k < pairs; k += blockDim.x) {
-      shared->end[0][k] = send_tiles(peer_of(k), k / remote);
+      shared->end[0][k] = tiles(peer_of(k), k / remote, p.slices);
       shared->end[1][k] = receive_tiles(peer_of(k), k / remote);
       shared->sending[k] = shared->sent[k] = 0;
     }
@@ -56,58 +55,23 @@ class Call {
       for (int k = 0; k < pairs; ++k) sum = shared->end[threadIdx.x][k] += sum;
     }
     __syncthreads();
-    const uint32_t sends = pairs ? shared->end[0][pairs - 1] : 0, receives = pairs ? shared->end[1][pairs - 1] : 0;
-
-    auto do_sends = [&] {
-      int sending = -1;         // the (slice, peer) that this warp's last tiles were of, and how many they were
-      uint32_t tiles_sent = 0;
-      drain(kSends, sends, [&](uint32_t tile, uint32_t end) {
-        for (uint32_t n; tile < end; tile += n) {
-          const int k = find(0, pairs, tile), peer = peer_of(k);
-          n = min(end, shared->end[0][k]) - tile;
-          if (k != sending) {
-            leave_slice(sending, tiles_sent);
-            sending = k;
-            tiles_sent = 0;
-            if (lane() == 0) atomicAdd(&shared->sending[k], 1u);
-          }
-          char* to = destination(peer);
-          if (to == nullptr) return false;
-          send(to, peer, k / remote, tile - (k ? shared->end[0][k - 1] : 0), n);
-          tiles_sent += n;
-        }
-        return true;
-      });
-      leave_slice(sending, tiles_sent);
-    };
-    auto do_local = [&] {
-      drain(kLocal, local_tiles, [&](uint32_t tile, uint32_t end) {
-        local(tile, end - tile);
-        return true;
-      });
-    };
+    const uint32_t receives = pairs ? shared->end[1][pairs - 1] : 0;
     auto do_receives = [&] {
-      drain(kReceives, receives, [&](uint32_t tile, uint32_t end) {
+      uint32_t left = receives, end;
+      for (uint32_t tile; (tile = claim_run(kReceives, receives, 0, &left)) != kNone;) {
+        end = receives - left;
         for (uint32_t n; tile < end; tile += n) {
           const int k = find(1, pairs, tile), source = peer_of(k), slice = k / remote;
           n = min(end, shared->end[1][k]) - tile;
-          if (!wait_source(source, slice)) return false;
+          if (!wait_source(source, slice)) return;
           receive(source, slice, tile - (k ? shared->end[1][k - 1] : 0), n);
         }
-        return true;
-      });
+      }
     };
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     if (warp == 0) open();
     if (copies_out && warp == warps - 1 && blockIdx.x < p.receive_first_blocks) do_receives();
-    if (warp < p.local_first_warps) do_local();
-    while (remote && !destination_known(peer_of(0))) {
-      const uint32_t tile = claim(kLocal, local_tiles, 1);
-      if (tile == kNone) break;
-      local(tile, 1);
-    }
-    do_sends();
-    do_local();
+    work(tiles(rank, 0, 1), pairs ? shared->end[0][pairs - 1] : 0, warp < p.local_first_warps, store);
     work_done(warps);
     do_receives();
     close();
@@ -151,17 +115,65 @@ class Call {
     return tile < count ? tile : kNone;
   }
 
-  // Claims runs of tiles until none is left, long ones first and single ones at the end: a claim takes a microsecond, and the
-  // warps are to end together.
-  template <class Process>
-  __device__ void drain(Queue queue, uint32_t count, Process&& process) {
-    const uint32_t warps = gridDim.x * (blockDim.x >> 5);
-    for (uint32_t left = count; left > 0;) {
-      const uint32_t size = max(1u, left / (kRunsAWarp * warps)), first = claim(queue, count, size);
-      if (first == kNone) return;
-      const uint32_t end = min(first + size, count);
-      if (!process(first, end)) return;
-      left = count - end;
+  // Claims a run of a queue's tiles, of which `*left` were there at the last look: a long one at first and single ones at the
+  // end, since a claim takes a microsecond and the warps are to end together. They need not where `after` tiles of another
+  // queue follow.
+  __device__ uint32_t claim_run(Queue queue, uint32_t count, uint32_t after, uint32_t* left) {
+    if (*left == 0) return kNone;
+    const uint32_t warps = gridDim.x * (blockDim.x >> 5), size = max(1u, (*left + after) / (kRunsAWarp * warps));
+    const uint32_t first = claim(queue, count, size);
+    *left = first == kNone ? 0 : count - min(first + size, count);
+    return first;
+  }
+
+  // All of this rank's stores. One loop with one use of `store`, which is large.
+  template <class Store>
+  __device__ __forceinline__ void work(uint32_t own, uint32_t sends, bool own_first, Store&& store) {
+    const int rank = p.link.rank, remote = p.link.world - 1, pairs = remote * p.slices;
+    bool sends_left = remote > 0, at_own = own_first || !sends_left;
+    bool awaiting = !at_own;  // where remote tiles go: single tiles of its own meanwhile
+    uint32_t left = at_own ? own : sends, tile = 0, end = 0;
+    int sending = -1;         // the (slice, peer) that this warp's last tiles were of, and how many they were
+    uint32_t tiles_sent = 0;
+    for (;;) {
+      if (tile == end && awaiting) {
+        awaiting = !destination_known(peer_of(0)) && (tile = claim(kLocal, own, 1)) != kNone;
+        end = awaiting ? tile + 1 : tile = 0;
+      }
+      if (tile == end) {
+        tile = claim_run(at_own ? kLocal : kSends, at_own ? own : sends, at_own || p.slices > 1 ? 0 : own, &left);
+        if (tile == kNone) {
+          if (at_own && !sends_left) return;
+          if (!at_own) {
+            leave_slice(sending, tiles_sent);
+            sends_left = false;
+          }
+          at_own = !at_own;
+          left = at_own ? own : sends;
+          tile = end = 0;
+          continue;
+        }
+        end = (at_own ? own : sends) - left;
+      }
+      char* to = p.output;
+      int r = rank, slice = 0, of = 1;
+      uint32_t n = end - tile, first = tile;
+      if (!awaiting && !at_own) {
+        const int k = find(0, pairs, tile);
+        n = min(end, shared->end[0][k]) - tile;
+        first -= k ? shared->end[0][k - 1] : 0;
+        if (k != sending) {
+          leave_slice(sending, tiles_sent);
+          sending = k;
+          tiles_sent = 0;
+          if (lane() == 0) atomicAdd(&shared->sending[k], 1u);
+        }
+        r = peer_of(k), slice = k / remote, of = p.slices;
+        to = destination(r);
+        tiles_sent += to ? n : 0;
+      }
+      if (to) store(to, r, slice, of, first, n);
+      tile += n;
     }
   }
 

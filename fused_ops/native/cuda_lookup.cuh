@@ -9,7 +9,33 @@ namespace fused_ops {
 #ifndef FO_ROWS_IN_FLIGHT
 #define FO_ROWS_IN_FLIGHT 8
 #endif
-constexpr int kRowsInFlight = FO_ROWS_IN_FLIGHT;  // row loads that a lane has under way
+constexpr int kWindow = FO_ROWS_IN_FLIGHT;  // lookups whose rows a lane has under way
+constexpr int kGroup = 4;                   // lookups that it asks for at a time; lanes of a row are no fewer
+static_assert(kWindow % kGroup == 0);
+
+// Dynamic shared memory of a kernel that pools: kWindow places a lane.
+constexpr int window_bytes(int threads) { return threads * kWindow * static_cast<int>(sizeof(uint4)); }
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+// Global memory to shared memory, without a register in between where the hardware can.
+template <class Raw>
+__device__ __forceinline__ void copy_ahead(Raw* to, const Raw* from) {
+  if constexpr (sizeof(Raw) == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  } else if constexpr (sizeof(Raw) == 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  } else {
+    *to = __ldcg(from);
+  }
+}
+
+// Ends a group of copies of this thread.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until no more than the newest `kGroups` groups of this thread are under way.
+template <int kGroups>
+__device__ __forceinline__ void wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
 
 enum Policy : int32_t { kError = 0, kClamp = 1, kHash = 2 };
 
@@ -19,7 +45,7 @@ struct Feature {
   int64_t rows, first_row;   // first_row: the table's place among all rows of this rank's tables
   int64_t column, packed;    // in a row of the output [b, total_dim], and of [B, D]
   int32_t dim, table_number;
-  int32_t vector, lanes;     // bytes a lane moves at once: 16, or an element's; lanes that share a row, a power of two
+  int32_t vector, lanes;     // bytes a lane moves at once: 16, or an element's; lanes that share a row, a power of two from kGroup up
 };
 
 // The lookups of this rank's features over the global batch, feature-major: bag (f, b) is number f * batch + b.
@@ -40,15 +66,19 @@ __device__ __forceinline__ int64_t valid_row(int64_t index, int64_t rows, int po
   return rest < 0 ? rest + rows : rest;
 }
 
+// Rare, and kept out of the loops that may come to it.
+static __device__ __noinline__ void report_value(State* state, int code, int rank, int64_t bag, int64_t batch, int64_t position, int64_t value) {
+  fail_value(state, code, rank, bag / batch, position, value);
+}
+
 // Bags [first_bag, first_bag + count) of feature f: `out` is the first one's row, at the feature's column. The lanes of a row
-// run through the lookups of all their bags in one go, so that short bags have as many loads under way as long ones; each of
-// the lanes reads and checks one index, and hands it to the others.
-// A function of its own: a kernel has several uses of it, and inlined they would share its registers.
+// run through the lookups of all their bags in one go, so that short bags have as many rows under way as long ones; each of
+// the lanes reads and checks one index and one offset, and hands them to the others.
 template <class T, class Raw, class Index>
-__device__ __noinline__ void pool_bags(const Lookups& l, const Feature& f, int64_t first_bag, int count, char* out, int64_t out_stride,
+__device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, int64_t first_bag, int count, char* out, int64_t out_stride,
                                        State* state, int rank) {
   constexpr int kCount = Pack<T, Raw>::kCount;
-  const int lanes = f.lanes, l0 = lane() % lanes, groups = 32 / lanes, each = (count + groups - 1) / groups;
+  const int lanes = f.lanes, l0 = lane() & (lanes - 1), groups = 32 / lanes, each = (count + groups - 1) / groups;
   const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() - l0);
   const int first = min(lane() / lanes * each, count), num_bags = min(each, count - first);
   if (num_bags == 0) return;
@@ -56,7 +86,7 @@ __device__ __noinline__ void pool_bags(const Lookups& l, const Feature& f, int64
   const int64_t start = offsets[0], stop = offsets[num_bags], rows = f.rows;
   const uint32_t row_bytes = static_cast<uint32_t>(f.dim) * sizeof(T);
   auto report = [&](int code, int64_t position, int64_t value) {
-    fail_value(state, code, rank, first_bag / l.batch, position, value);
+    report_value(state, code, rank, first_bag, l.batch, position, value);
   };
   if (start < 0 || stop < start || stop > l.nnz) {
     if (l0 == 0) report(kBadOffset, first_bag + first + num_bags, stop);
@@ -64,20 +94,54 @@ __device__ __noinline__ void pool_bags(const Lookups& l, const Feature& f, int64
   }
   const auto* indices = static_cast<const Index*>(l.indices) + start;
   const float* weights = l.weights ? l.weights + start : nullptr;
-  const int num_lookups = static_cast<int>(stop - start), vectors = f.dim / kCount;
+  const int num_lookups = static_cast<int>(stop - start), vectors = f.dim / kCount, apart = static_cast<int>(blockDim.x);
   if (rows == 0 && num_lookups > 0) {
     if (l0 == 0) report(kBadIndex, start, static_cast<int64_t>(indices[0]));
     return;
   }
   const bool mean = l.mean;
+  extern __shared__ uint4 windows[];
+  auto place_of = [&](int n) { return reinterpret_cast<Raw*>(windows + n * apart + threadIdx.x); };
   out += first * out_stride;
 
   for (int c = l0; c - l0 < vectors; c += lanes) {  // with all lanes, which hand each other indices
     const bool active = c < vectors;
-    const char* table = f.table + static_cast<int64_t>(active ? c : 0) * sizeof(Raw);
+    const char* table = f.table + static_cast<int64_t>(c) * sizeof(Raw);
     char* to = out + static_cast<int64_t>(c) * sizeof(Raw);
+
+    uint32_t row_number = 0;
+    Index next = l0 < num_lookups ? __ldg(indices + l0) : 0;
+    int fetched = 0, place = 0;  // lookups asked for, and where the next group goes
+    auto fetch = [&] {
+      if (fetched < num_lookups) {
+        const int k = fetched & (lanes - 1);
+        if (k == 0) {
+          const int mine = fetched + l0;
+          int64_t index = next;
+          if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(rows)) {
+            const int64_t valid = valid_row(index, rows, l.policy);
+            if (valid < 0) report(kBadIndex, start + mine, index);
+            index = max(valid, int64_t{0});
+          }
+          row_number = static_cast<uint32_t>(index);
+          next = mine + lanes < num_lookups ? __ldg(indices + mine + lanes) : 0;
+        }
+#pragma unroll
+        for (int u = 0; u < kGroup; ++u) {
+          const uint32_t number = __shfl_sync(mask, row_number, k + u, lanes);
+          if (active && fetched + u < num_lookups)
+            copy_ahead(place_of(place + u), reinterpret_cast<const Raw*>(table + static_cast<uint64_t>(number) * row_bytes));
+        }
+        fetched += kGroup;
+        place = place + kGroup == kWindow ? 0 : place + kGroup;
+      }
+      end_group();
+    };
+
     float sum[kCount] = {};
-    int bag = 0, begin = 0, end = static_cast<int>(offsets[1] - start);
+    int bag = 0, begin = 0;
+    int ends = l0 < num_bags ? static_cast<int>(offsets[l0 + 1] - start) : 0;
+    int end = __shfl_sync(mask, ends, 0, lanes);
     auto finish_bag = [&] {
       if (mean && end - begin > 1) {
         const float scale = 1.0f / static_cast<float>(end - begin);
@@ -90,43 +154,39 @@ __device__ __noinline__ void pool_bags(const Lookups& l, const Feature& f, int64
       to += out_stride;
       begin = end;
       if (++bag < num_bags) {
-        end = static_cast<int>(offsets[bag + 1] - start);
+        const int k = bag & (lanes - 1);
+        if (k == 0) ends = bag + l0 < num_bags ? static_cast<int>(offsets[bag + l0 + 1] - start) : 0;
+        end = __shfl_sync(mask, ends, k, lanes);
         if (end < begin && l0 == 0) report(kBadOffset, first_bag + first + bag + 1, start + end);
       }
     };
-    Index next = l0 < num_lookups ? __ldg(indices + l0) : 0;
-    for (int base = 0; base < num_lookups; base += lanes) {
-      const int mine = base + l0, size = min(lanes, num_lookups - base);
-      int64_t index = next;
-      if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(rows)) {
-        const int64_t valid = valid_row(index, rows, l.policy);
-        if (valid < 0) report(kBadIndex, start + mine, index);
-        index = max(valid, int64_t{0});
+
+#pragma unroll 1
+    for (int g = 0; g < kWindow / kGroup; ++g) fetch();
+    for (int base = 0, from = 0; base < num_lookups; base += kGroup) {
+      wait_but<kWindow / kGroup - 1>();
+#pragma unroll 1  // a small loop: there are warps enough to wait for one another
+      for (int k = base; k < min(base + kGroup, num_lookups); ++k) {
+        const Raw row = *place_of(from + k - base);
+        while (bag < num_bags && end <= k) finish_bag();
+        float value[kCount];
+        Pack<T, Raw>::unpack(row, value);
+        const float scale = weights ? __ldg(weights + k) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] = fmaf(scale, value[i], sum[i]);
       }
-      const uint32_t row_number = static_cast<uint32_t>(index);
-      const float factor = weights && mine < num_lookups ? __ldg(weights + mine) : 1.0f;
-      next = mine + lanes < num_lookups ? __ldg(indices + mine + lanes) : 0;
-      for (int k = 0; k < size; k += kRowsInFlight) {
-        Raw row[kRowsInFlight];
-#pragma unroll
-        for (int u = 0; u < kRowsInFlight; ++u) {  // past the end the last row again, rather than a branch
-          const uint32_t number = __shfl_sync(mask, row_number, min(k + u, size - 1), lanes);
-          row[u] = __ldcg(reinterpret_cast<const Raw*>(table + static_cast<uint64_t>(number) * row_bytes));
-        }
-#pragma unroll
-        for (int u = 0; u < kRowsInFlight; ++u) {
-          if (k + u >= size) break;
-          while (bag < num_bags && end <= base + k + u) finish_bag();
-          float value[kCount];
-          Pack<T, Raw>::unpack(row[u], value);
-          const float scale = weights ? __shfl_sync(mask, factor, k + u, lanes) : 1.0f;
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) sum[i] = fmaf(scale, value[i], sum[i]);
-        }
-      }
+      from = from + kGroup == kWindow ? 0 : from + kGroup;
+      fetch();
     }
     while (bag < num_bags) finish_bag();
   }
+}
+
+// Apart from the kernel that calls it, whose registers are the other's.
+template <class T, class Index>
+__device__ __noinline__ void pool_elements(const Lookups& l, const Feature& f, int64_t first_bag, int count, char* out, int64_t out_stride,
+                                           State* state, int rank) {
+  pool_bags<T, T, Index>(l, f, first_bag, count, out, out_stride, state, rank);
 }
 
 // Tiles of a run of samples: feature after feature, `bags` samples each; at least one, since every slice has a flag.
@@ -150,7 +210,7 @@ __device__ __forceinline__ void lookup_run(const Lookups& l, int64_t first, int6
     const int count = static_cast<int>(min(static_cast<int64_t>(run) * l.bags, samples - at));
     char* out = to + at * stride + (packed ? feature.packed : feature.column);
     if (feature.vector == 16) pool_bags<T, uint4, Index>(l, feature, bag, count, out, stride, state, rank);
-    else pool_bags<T, T, Index>(l, feature, bag, count, out, stride, state, rank);
+    else pool_elements<T, Index>(l, feature, bag, count, out, stride, state, rank);
     tile += run;
   }
 }

@@ -64,7 +64,7 @@ struct CallParams {
   int32_t receive_first_blocks;  // blocks of which one warp delivers what arrives while the others send
 };
 constexpr uint32_t kNone = 0xFFFFFFFFu;
-constexpr uint32_t kRunsAWarp = 4;  // runs that a warp would claim if they stayed as long as the first
+constexpr uint32_t kRunsAWarp = 2;  // runs that a warp would claim if they stayed as long as the first
 
 // Part `slice` of `count` things, of which the parts are as even as whole things allow.
 __host__ __device__ inline int64_t slice_begin(int64_t count, int slice, int slices) { return count * slice / slices; }
@@ -91,17 +91,19 @@ constexpr int kSharedMemoryPercent = 43;  // 100 KB of the 228 that an SM of Hop
 
 // Loads a kernel now: a lazy load would wait behind a kernel that spins, perhaps for this one.
 template <class Kernel>
-int load(Kernel* kernel) {
+int load(Kernel* kernel, int dynamic_shared_bytes = 0) {
   cudaFuncAttributes attributes;
-  return static_cast<int>(cudaFuncGetAttributes(&attributes, kernel));
+  const int failed = static_cast<int>(cudaFuncGetAttributes(&attributes, kernel));
+  if (failed || dynamic_shared_bytes == 0) return failed;
+  return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes));
 }
 
 // Loads a kernel that waits for peers, and sets its SMs to a share of shared memory that most kernels can do with, since one
 // that needs more gets in only when an SM is empty; the rest takes the loads under way.
 template <class Kernel>
-int prepare(Kernel* kernel) {
-  const int failed = load(kernel);
-  if (failed) return failed;
+int prepare(Kernel* kernel, int dynamic_shared_bytes = 0) {
+  const int failed = load(kernel, dynamic_shared_bytes);
+  if (failed || dynamic_shared_bytes) return failed;
   return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedMemoryPercent));
 }
 

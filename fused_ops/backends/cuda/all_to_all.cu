@@ -35,19 +35,15 @@ __device__ __forceinline__ void copy_tiles(char* to, const char* from, int64_t b
 __global__ void __launch_bounds__(kThreads, 1) all_to_all_kernel(const __grid_constant__ AllToAllParams p) {
   __shared__ Shared shared;
   Call call(p.call, &shared);
-  const int rank = p.call.link.rank, slices = p.call.slices;
+  const int slices = p.call.slices;
   char* const slot = call.my_slot();
   const bool copies_out = slot != p.call.output;
-  call.run([&](int peer, int slice) { return Slice(p.send_bytes[peer], slice, slices).tiles(); },
-           [&](int source, int slice) { return copies_out ? Slice(p.receive_bytes[source], slice, slices).tiles() : 1u; },
-           Slice(p.send_bytes[rank], 0, 1).tiles(), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
-             const Slice part(p.send_bytes[peer], slice, slices);
+  call.run([&](int r, int slice, int of) { return Slice(p.send_bytes[r], slice, of).tiles(); },
+           [&](int source, int slice) { return copies_out ? Slice(p.receive_bytes[source], slice, slices).tiles() : 1u; }, copies_out,
+           [&](char* to, int r, int slice, int of, uint32_t tile, uint32_t n) {
+             const Slice part(p.send_bytes[r], slice, of);
              if (part.first_tile + tile < part.end_tile)
-               copy_tiles(to + p.remote_offset[peer], p.input + p.send_offset[peer], p.send_bytes[peer], part.first_tile + tile, n);
-           },
-           [&](uint32_t tile, uint32_t n) {
-             copy_tiles(p.call.output + p.receive_offset[rank], p.input + p.send_offset[rank], p.send_bytes[rank], tile, n);
+               copy_tiles(to + p.remote_offset[r], p.input + p.send_offset[r], p.send_bytes[r], part.first_tile + tile, n);
            },
            [&](int source, int slice, uint32_t tile, uint32_t n) {
              const Slice part(p.receive_bytes[source], slice, slices);

@@ -6,7 +6,7 @@
 namespace fused_ops {
 
 #ifndef FO_EMBEDDING_THREADS
-#define FO_EMBEDDING_THREADS 512
+#define FO_EMBEDDING_THREADS 768
 #endif
 constexpr int kThreads = FO_EMBEDDING_THREADS;  // of the one block that a call has on an SM
 constexpr int kLookupThreads = 256;
@@ -32,27 +32,23 @@ __global__ void __launch_bounds__(kThreads, 1) embedding_kernel(const __grid_con
   check_offset_ends<Index>(l, p.call.state, rank);
   char* const slot = call.my_slot();
   const bool copies_out = slot != p.call.output;
-  auto begin = [&](int r, int slice) { return slice_begin(p.sample_begin[r + 1] - p.sample_begin[r], slice, slices); };
-  const int64_t mine = p.sample_begin[rank + 1] - p.sample_begin[rank];
+  auto begin = [&](int r, int slice, int of) { return slice_begin(p.sample_begin[r + 1] - p.sample_begin[r], slice, of); };
 
-  call.run([&](int peer, int slice) { return lookup_tiles(l, begin(peer, slice + 1) - begin(peer, slice)); },
+  call.run([&](int r, int slice, int of) { return lookup_tiles(l, begin(r, slice + 1, of) - begin(r, slice, of)); },
            [&](int, int slice) {
-             const int64_t rows = begin(rank, slice + 1) - begin(rank, slice);
+             const int64_t rows = begin(rank, slice + 1, slices) - begin(rank, slice, slices);
              return copies_out && rows > 0 ? static_cast<uint32_t>(chunks_of(rows, p.copy_rows)) : 1u;
            },
-           lookup_tiles(l, mine), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
-             const int64_t first = begin(peer, slice), samples = begin(peer, slice + 1) - first;
-             lookup_run<T, Index>(l, p.sample_begin[peer] + first, samples, tile, n, to + first * p.output_stride, p.output_stride, false,
+           copies_out,
+           [&](char* to, int r, int slice, int of, uint32_t tile, uint32_t n) {
+             const int64_t first = begin(r, slice, of), samples = begin(r, slice + 1, of) - first;
+             lookup_run<T, Index>(l, p.sample_begin[r] + first, samples, tile, n, to + first * p.output_stride, p.output_stride, false,
                                   p.call.state, rank);
-           },
-           [&](uint32_t tile, uint32_t n) {
-             lookup_run<T, Index>(l, p.sample_begin[rank], mine, tile, n, p.call.output, p.output_stride, false, p.call.state, rank);
            },
            [&](int source, int slice, uint32_t tile, uint32_t n) {
              if (!copies_out) return;
-             const int64_t tile_rows = p.copy_rows, first = begin(rank, slice) + tile * tile_rows;
-             const int rows = static_cast<int>(min(n * tile_rows, begin(rank, slice + 1) - first));
+             const int64_t tile_rows = p.copy_rows, first = begin(rank, slice, slices) + tile * tile_rows;
+             const int rows = static_cast<int>(min(n * tile_rows, begin(rank, slice + 1, slices) - first));
              for (int run = p.run_begin[source]; run < p.run_begin[source + 1]; ++run) {
                const int64_t at = first * p.output_stride + p.run_column[run];
                put_slice(p.call.output + at, p.output_stride, slot + at, p.output_stride, rows, static_cast<int>(p.run_width[run]));
@@ -62,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1) embedding_kernel(const __grid_con
 
 // The lookups alone, of the whole batch: out [B, D], features side by side. Bad values fail the exchange that follows.
 template <class T, class Index>
-__global__ void __launch_bounds__(kLookupThreads, 2) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
+__global__ void __launch_bounds__(kLookupThreads, 4) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
                                                                          State* state, int rank) {
   check_offset_ends<Index>(l, state, rank);
   const uint32_t tiles = lookup_tiles(l, l.batch), tile = (blockIdx.x * (kLookupThreads / 32) + threadIdx.x / 32) * kTilesAWarp;
@@ -90,8 +86,8 @@ int fo_cuda_embedding_all_to_all_load() {
   for (int dtype = 0; dtype < 3; ++dtype)
     for (int bytes = 4; bytes <= 8; bytes += 4) {
       const int code = with_types(dtype, bytes, [](auto value, auto index) {
-        const int failed = prepare(embedding_kernel<decltype(value), decltype(index)>);
-        return failed ? failed : load(lookup_kernel<decltype(value), decltype(index)>);
+        const int failed = prepare(embedding_kernel<decltype(value), decltype(index)>, window_bytes(kThreads));
+        return failed ? failed : load(lookup_kernel<decltype(value), decltype(index)>, window_bytes(kLookupThreads));
       });
       if (code) return code;
     }
@@ -100,7 +96,7 @@ int fo_cuda_embedding_all_to_all_load() {
 
 int fo_cuda_embedding_all_to_all(const EmbeddingParams* p, int dtype, int index_bytes, int blocks, void* stream) {
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
-    embedding_kernel<decltype(value), decltype(index)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*p);
+    embedding_kernel<decltype(value), decltype(index)><<<blocks, kThreads, window_bytes(kThreads), static_cast<cudaStream_t>(stream)>>>(*p);
     return static_cast<int>(cudaGetLastError());
   });
 }
@@ -109,7 +105,7 @@ int fo_cuda_embedding_lookup(const Lookups* l, int dtype, int index_bytes, char*
   const unsigned tiles = kLookupThreads / 32 * kTilesAWarp, blocks = (lookup_tiles(*l, l->batch) + tiles - 1) / tiles;
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
     lookup_kernel<decltype(value), decltype(index)>
-        <<<blocks, kLookupThreads, 0, static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
+        <<<blocks, kLookupThreads, window_bytes(kLookupThreads), static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
     return static_cast<int>(cudaGetLastError());
   });
 }

@@ -25,9 +25,9 @@ from fused_ops.symmetric.group import GroupContext
 __all__ = ["embedding_all_to_all", "embedding_all_to_all_gradient", "embedding_gradients", "embedding_update"]
 
 COPY_TILE_BYTES = 16 * 1024
-# On a link slower than the lookups half of the warps do this rank's own samples first: stores to remote ones keep the link
+# On a link slower than the lookups this share of the warps does this rank's own samples first: stores to remote ones keep the link
 # busy and would else keep every warp waiting. On a fast link remote samples come first for all.
-LOCAL_FIRST_WARPS = {"peer": 0, "pinned": 8}
+LOCAL_FIRST_SHARE = {"peer": 0.0, "pinned": 0.5}
 
 
 def embedding_all_to_all(
@@ -60,7 +60,7 @@ def embedding_all_to_all(
         params.run_begin[: group.world + 1] = begin
         widest = max(layout.local_dim(r) for r in range(group.world))
         params.call.slices = lane.slices(max(layout.batch_sizes) * widest * size)
-        params.call.local_first_warps = LOCAL_FIRST_WARPS[lane.link]
+        params.call.local_first_warps = int(LOCAL_FIRST_SHARE[lane.link] * lane.lib.fo_cuda_embedding_warps())
         code = lane.lib.fo_cuda_embedding_all_to_all(
             ctypes.byref(params),
             lookups.dtype,

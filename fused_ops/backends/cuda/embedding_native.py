@@ -19,7 +19,8 @@ POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
 OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 VECTOR = 16  # bytes that a lane moves at once where everything is aligned to it
 MOST_ROWS = 2**32 - 1
-LOOKUPS_A_TILE = 64
+FEWEST_LANES = 4  # that share a row: kGroup of native/cuda_lookup.cuh
+LOOKUPS_A_TILE = 32
 MOST_BAGS_A_TILE = 16
 
 Begins = ctypes.c_int64 * (MAX_RANKS + 1)
@@ -248,7 +249,7 @@ def _feature_table(inputs: EmbeddingInputs, tables: Sequence[int], rows: Sequenc
     for f, (t, dim, column) in enumerate(zip(inputs.feature_tables, inputs.dims, inputs.columns, strict=True)):
         places = (tables[t], dim * size, column * size, packed, inputs.layout.total_dim * size, inputs.local_dim * size)
         vector = VECTOR if all(place % VECTOR == 0 for place in places) else size
-        lanes = min(32, power_of_two(dim * size // vector))
+        lanes = min(32, max(FEWEST_LANES, power_of_two(dim * size // vector)))
         features[f] = Feature(tables[t], rows[t], first_rows[t], column * size, packed, dim, t, vector, lanes)
         packed += dim * size
     return features

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) rows_kernel(const __grid_constant
   const int rank = p.call.link.rank, slices = p.call.slices;
   char* const slot = call.my_slot();
   const bool copies_out = slot != p.call.output;
-  auto sent = [&](int peer, int slice) { return slice_begin(p.send_rows[peer], slice, slices); };
+  auto sent = [&](int r, int slice, int of) { return slice_begin(p.send_rows[r], slice, of); };
   auto received = [&](int source, int slice) { return slice_begin(p.receive_rows[source], slice, slices); };
   auto put_rows = [&](char* to, int peer, int64_t first, int64_t end, uint32_t tile, uint32_t n) {
     first += static_cast<int64_t>(tile) * p.send_tile_rows[peer];
@@ -69,15 +69,14 @@ __global__ void __launch_bounds__(kThreads, 1) rows_kernel(const __grid_constant
       else put_divided<T>(there, p.remote_stride[peer], here, p.input_stride, rows, static_cast<int>(r.width), p.divisor);
     }
   };
-  call.run([&](int peer, int slice) { return tiles_of(sent(peer, slice + 1) - sent(peer, slice), p.send_tile_rows[peer]); },
+  call.run([&](int r, int slice, int of) { return tiles_of(sent(r, slice + 1, of) - sent(r, slice, of), p.send_tile_rows[r]); },
            [&](int source, int slice) {
              return copies_out ? tiles_of(received(source, slice + 1) - received(source, slice), p.receive_tile_rows[source]) : 1u;
            },
-           tiles_of(p.send_rows[rank], p.send_tile_rows[rank]), copies_out,
-           [&](char* to, int peer, int slice, uint32_t tile, uint32_t n) {
-             put_rows(to, peer, sent(peer, slice), sent(peer, slice + 1), tile, n);
+           copies_out,
+           [&](char* to, int r, int slice, int of, uint32_t tile, uint32_t n) {
+             put_rows(to, r, sent(r, slice, of), sent(r, slice + 1, of), tile, n);
            },
-           [&](uint32_t tile, uint32_t n) { put_rows(p.call.output, rank, 0, p.send_rows[rank], tile, n); },
            [&](int source, int slice, uint32_t tile, uint32_t n) {
              const int64_t tile_rows = p.receive_tile_rows[source], first = received(source, slice) + tile * tile_rows;
              const int rows = static_cast<int>(min(n * tile_rows, received(source, slice + 1) - first));
