@@ -6,36 +6,11 @@
 
 namespace fused_ops {
 
-#ifndef FO_ROWS_IN_FLIGHT
-#define FO_ROWS_IN_FLIGHT 8
+constexpr int kGroup = 8;  // lookups whose rows a lane asks for at a time; lanes of a row are no fewer
+#ifndef FO_ASK_AHEAD
+#define FO_ASK_AHEAD 1
 #endif
-constexpr int kWindow = FO_ROWS_IN_FLIGHT;  // lookups whose rows a lane has under way
-constexpr int kGroup = 4;                   // lookups that it asks for at a time; lanes of a row are no fewer
-static_assert(kWindow % kGroup == 0);
-
-// Dynamic shared memory of a kernel that pools: kWindow places a lane.
-constexpr int window_bytes(int threads) { return threads * kWindow * static_cast<int>(sizeof(uint4)); }
-
-__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
-
-// Global memory to shared memory, without a register in between where the hardware can.
-template <class Raw>
-__device__ __forceinline__ void copy_ahead(Raw* to, const Raw* from) {
-  if constexpr (sizeof(Raw) == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  } else if constexpr (sizeof(Raw) == 4) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  } else {
-    *to = __ldcg(from);
-  }
-}
-
-// Ends a group of copies of this thread.
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until no more than the newest `kGroups` groups of this thread are under way.
-template <int kGroups>
-__device__ __forceinline__ void wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
+constexpr bool kAskAhead = FO_ASK_AHEAD;  // for the next group before this one is added up
 
 enum Policy : int32_t { kError = 0, kClamp = 1, kHash = 2 };
 
@@ -66,82 +41,95 @@ __device__ __forceinline__ int64_t valid_row(int64_t index, int64_t rows, int po
   return rest < 0 ? rest + rows : rest;
 }
 
+static __device__ const uint4 nothing = {};  // what lanes without a row read
+
 // Rare, and kept out of the loops that may come to it.
 static __device__ __noinline__ void report_value(State* state, int code, int rank, int64_t bag, int64_t batch, int64_t position, int64_t value) {
   fail_value(state, code, rank, bag / batch, position, value);
 }
 
+// Computed here and kept: else the compiler computes it again at every use.
+template <class Value>
+__device__ __forceinline__ void keep(Value& value) { asm volatile("" : "+l"(value)); }
+
+// The largest of the warp's values.
+__device__ __forceinline__ int largest(int value) {
+  for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, offset));
+  return value;
+}
+
 // Bags [first_bag, first_bag + count) of feature f: `out` is the first one's row, at the feature's column. The lanes of a row
 // run through the lookups of all their bags in one go, so that short bags have as many rows under way as long ones; each of
-// the lanes reads and checks one index and one offset, and hands them to the others.
+// the lanes reads and checks one index, and hands it to the others. The warp keeps step, whatever number of lookups the bags
+// of each row's lanes have.
 template <class T, class Raw, class Index>
 __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, int64_t first_bag, int count, char* out, int64_t out_stride,
-                                       State* state, int rank) {
+                                          State* state, int rank) {
   constexpr int kCount = Pack<T, Raw>::kCount;
   const int lanes = f.lanes, l0 = lane() & (lanes - 1), groups = 32 / lanes, each = (count + groups - 1) / groups;
-  const unsigned mask = lanes == 32 ? kAllLanes : ((1u << lanes) - 1) << (lane() - l0);
-  const int first = min(lane() / lanes * each, count), num_bags = min(each, count - first);
-  if (num_bags == 0) return;
+  const int first = min(lane() / lanes * each, count), vectors = f.dim / kCount;
+  int num_bags = min(each, count - first), num_lookups = 0;
   const auto* offsets = static_cast<const Index*>(l.offsets) + first_bag + first;
-  const int64_t start = offsets[0], stop = offsets[num_bags], rows = f.rows;
-  const uint32_t row_bytes = static_cast<uint32_t>(f.dim) * sizeof(T);
+  const int64_t rows = f.rows;
+  int64_t start = 0;
   auto report = [&](int code, int64_t position, int64_t value) {
     report_value(state, code, rank, first_bag, l.batch, position, value);
   };
-  if (start < 0 || stop < start || stop > l.nnz) {
-    if (l0 == 0) report(kBadOffset, first_bag + first + num_bags, stop);
-    return;
+  if (num_bags > 0) {
+    start = __ldg(offsets);
+    const int64_t stop = __ldg(offsets + num_bags);
+    if (start < 0 || stop < start || stop > l.nnz) {
+      if (l0 == 0) report(kBadOffset, first_bag + first + num_bags, stop);
+      num_bags = 0;
+    } else if (rows == 0 && stop > start) {
+      if (l0 == 0) report(kBadIndex, start, static_cast<int64_t>(static_cast<const Index*>(l.indices)[start]));
+      num_bags = 0;
+    } else {
+      num_lookups = static_cast<int>(stop - start);
+    }
   }
   const auto* indices = static_cast<const Index*>(l.indices) + start;
   const float* weights = l.weights ? l.weights + start : nullptr;
-  const int num_lookups = static_cast<int>(stop - start), vectors = f.dim / kCount, apart = static_cast<int>(blockDim.x);
-  if (rows == 0 && num_lookups > 0) {
-    if (l0 == 0) report(kBadIndex, start, static_cast<int64_t>(indices[0]));
-    return;
-  }
+  const int most = largest(num_lookups), weighted = weights ? num_lookups : 0;
   const bool mean = l.mean;
-  extern __shared__ uint4 windows[];
-  auto place_of = [&](int n) { return reinterpret_cast<Raw*>(windows + n * apart + threadIdx.x); };
+  constexpr int kNever = 0x7FFFFFFF;  // more than any lookup's number
+  auto end_of = [&](int bag) { return bag < num_bags ? static_cast<int>(__ldg(offsets + bag + 1) - start) : kNever; };
+  bool decreasing = false;
   out += first * out_stride;
 
-  for (int c = l0; c - l0 < vectors; c += lanes) {  // with all lanes, which hand each other indices
+  for (int c = l0; c - l0 < vectors; c += lanes) {
     const bool active = c < vectors;
-    const char* table = f.table + static_cast<int64_t>(c) * sizeof(Raw);
+    // Past the last lookup, row 0 is read and not used: a load under a condition would be waited for at once.
+    const bool reads = active && num_lookups > 0;
+    const char* table = reads ? f.table + static_cast<int64_t>(c) * sizeof(Raw) : reinterpret_cast<const char*>(&nothing);
+    const uint32_t row_bytes = reads ? static_cast<uint32_t>(f.dim) * sizeof(T) : 0;
     char* to = out + static_cast<int64_t>(c) * sizeof(Raw);
+    keep(table);
 
     uint32_t row_number = 0;
     Index next = l0 < num_lookups ? __ldg(indices + l0) : 0;
-    int fetched = 0, place = 0;  // lookups asked for, and where the next group goes
-    auto fetch = [&] {
-      if (fetched < num_lookups) {
-        const int k = fetched & (lanes - 1);
-        if (k == 0) {
-          const int mine = fetched + l0;
-          int64_t index = next;
-          if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(rows)) {
-            const int64_t valid = valid_row(index, rows, l.policy);
-            if (valid < 0) report(kBadIndex, start + mine, index);
-            index = max(valid, int64_t{0});
-          }
-          row_number = static_cast<uint32_t>(index);
-          next = mine + lanes < num_lookups ? __ldg(indices + mine + lanes) : 0;
+    auto ask = [&](int base, Raw (&row)[kGroup]) {
+      const int k = base & (lanes - 1);
+      if (k == 0) {
+        int64_t index = next;
+        if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(rows) && base + l0 < num_lookups) {
+          const int64_t valid = valid_row(index, rows, l.policy);
+          if (valid < 0) report(kBadIndex, start + base + l0, index);
+          index = max(valid, int64_t{0});
         }
-#pragma unroll
-        for (int u = 0; u < kGroup; ++u) {
-          const uint32_t number = __shfl_sync(mask, row_number, k + u, lanes);
-          if (active && fetched + u < num_lookups)
-            copy_ahead(place_of(place + u), reinterpret_cast<const Raw*>(table + static_cast<uint64_t>(number) * row_bytes));
-        }
-        fetched += kGroup;
-        place = place + kGroup == kWindow ? 0 : place + kGroup;
+        row_number = static_cast<uint32_t>(index);
+        const int after = base + lanes + l0;
+        next = after < num_lookups ? __ldg(indices + after) : 0;
       }
-      end_group();
+#pragma unroll
+      for (int u = 0; u < kGroup; ++u) {
+        const uint32_t number = __shfl_sync(kAllLanes, row_number, k + u, lanes);
+        row[u] = __ldcg(reinterpret_cast<const Raw*>(table + static_cast<uint64_t>(number) * row_bytes));
+      }
     };
 
     float sum[kCount] = {};
-    int bag = 0, begin = 0;
-    int ends = l0 < num_bags ? static_cast<int>(offsets[l0 + 1] - start) : 0;
-    int end = __shfl_sync(mask, ends, 0, lanes);
+    int bag = 0, begin = 0, end = end_of(0), next_end = end_of(1);
     auto finish_bag = [&] {
       if (mean && end - begin > 1) {
         const float scale = 1.0f / static_cast<float>(end - begin);
@@ -152,34 +140,43 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
       to += out_stride;
+      decreasing |= next_end < end;
       begin = end;
-      if (++bag < num_bags) {
-        const int k = bag & (lanes - 1);
-        if (k == 0) ends = bag + l0 < num_bags ? static_cast<int>(offsets[bag + l0 + 1] - start) : 0;
-        end = __shfl_sync(mask, ends, k, lanes);
-        if (end < begin && l0 == 0) report(kBadOffset, first_bag + first + bag + 1, start + end);
-      }
+      end = next_end;
+      next_end = end_of(++bag + 1);
     };
-
-#pragma unroll 1
-    for (int g = 0; g < kWindow / kGroup; ++g) fetch();
-    for (int base = 0, from = 0; base < num_lookups; base += kGroup) {
-      wait_but<kWindow / kGroup - 1>();
-#pragma unroll 1  // a small loop: there are warps enough to wait for one another
-      for (int k = base; k < min(base + kGroup, num_lookups); ++k) {
-        const Raw row = *place_of(from + k - base);
-        while (bag < num_bags && end <= k) finish_bag();
+    auto add = [&](int base, const Raw (&row)[kGroup]) {
+#pragma unroll
+      for (int u = 0; u < kGroup; ++u) {
+        while (end <= base + u) finish_bag();
+        // Past the last lookup every bag is done, and what is added here goes nowhere.
         float value[kCount];
-        Pack<T, Raw>::unpack(row, value);
-        const float scale = weights ? __ldg(weights + k) : 1.0f;
+        Pack<T, Raw>::unpack(row[u], value);
+        const float scale = base + u < weighted ? __ldg(weights + base + u) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) sum[i] = fmaf(scale, value[i], sum[i]);
       }
-      from = from + kGroup == kWindow ? 0 : from + kGroup;
-      fetch();
+    };
+
+    Raw row[kGroup];
+    if constexpr (kAskAhead) ask(0, row);
+    for (int base = 0; base < most; base += kGroup) {
+      if constexpr (kAskAhead) {
+        Raw ahead[kGroup];
+        ask(base + kGroup, ahead);
+        add(base, row);
+#pragma unroll
+        for (int u = 0; u < kGroup; ++u) row[u] = ahead[u];
+      } else {
+        ask(base, row);
+        add(base, row);
+      }
     }
     while (bag < num_bags) finish_bag();
   }
+  if (decreasing && l0 == 0)
+    for (int bag = 0; bag + 1 < num_bags; ++bag)
+      if (end_of(bag + 1) < end_of(bag)) return report(kBadOffset, first_bag + first + bag + 2, start + end_of(bag + 1));
 }
 
 // Apart from the kernel that calls it, whose registers are the other's.

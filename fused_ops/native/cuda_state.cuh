@@ -91,19 +91,17 @@ constexpr int kSharedMemoryPercent = 43;  // 100 KB of the 228 that an SM of Hop
 
 // Loads a kernel now: a lazy load would wait behind a kernel that spins, perhaps for this one.
 template <class Kernel>
-int load(Kernel* kernel, int dynamic_shared_bytes = 0) {
+int load(Kernel* kernel) {
   cudaFuncAttributes attributes;
-  const int failed = static_cast<int>(cudaFuncGetAttributes(&attributes, kernel));
-  if (failed || dynamic_shared_bytes == 0) return failed;
-  return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes));
+  return static_cast<int>(cudaFuncGetAttributes(&attributes, kernel));
 }
 
 // Loads a kernel that waits for peers, and sets its SMs to a share of shared memory that most kernels can do with, since one
 // that needs more gets in only when an SM is empty; the rest takes the loads under way.
 template <class Kernel>
-int prepare(Kernel* kernel, int dynamic_shared_bytes = 0) {
-  const int failed = load(kernel, dynamic_shared_bytes);
-  if (failed || dynamic_shared_bytes) return failed;
+int prepare(Kernel* kernel) {
+  const int failed = load(kernel);
+  if (failed) return failed;
   return static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedMemoryPercent));
 }
 

@@ -32,10 +32,7 @@ INLINE_PTX = {
     "ld.relaxed.sys.global.u64 %0, [%1];": "v = emulator::load(p)",
     "st.release.sys.global.u64 [%0], %1;": "emulator::store(p, v)",
     "mov.u64 %0, %globaltimer;": "t = emulator::clock_ns()",
-    "cp.async.cg.shared.global [%0], [%1], 16;": "emulator::copy_later(to, from, 16)",
-    "cp.async.ca.shared.global [%0], [%1], 4;": "emulator::copy_later(to, from, 4)",
-    "cp.async.commit_group;": "emulator::end_copies()",
-    "cp.async.wait_group %0;": "emulator::wait_copies(kGroups)",
+    "": "",
     "atom.add.acq_rel.sys.global.u32 %0, [%1], %2;": "before = emulator::add(counter, value)",
 }
 ASM = re.compile(r'asm volatile\("([^"]*)".*?\);')

@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <random>
 
 // Saves what a callee must keep, puts the stack pointer into *from and goes on where `to` was saved.
@@ -186,18 +185,6 @@ void run_held() {
 void pause() {
   ready.push_back(current);
   leave(false);
-}
-
-void copy_later(void* to, const void* from, size_t bytes) {
-  memset(to, 0xFF, bytes);
-  current->copies.push_back({to, from, bytes, current->groups});
-}
-
-void end_copies() { ++current->groups; }
-
-void wait_copies(int but) {
-  for (auto& copies = current->copies; !copies.empty() && copies.front().group < current->groups - but; copies.pop_front())
-    memcpy(copies.front().to, copies.front().from, copies.front().bytes);
 }
 
 void block_barrier() {

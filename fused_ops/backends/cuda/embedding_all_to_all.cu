@@ -6,7 +6,7 @@
 namespace fused_ops {
 
 #ifndef FO_EMBEDDING_THREADS
-#define FO_EMBEDDING_THREADS 768
+#define FO_EMBEDDING_THREADS 512
 #endif
 constexpr int kThreads = FO_EMBEDDING_THREADS;  // of the one block that a call has on an SM
 constexpr int kLookupThreads = 256;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 1) embedding_kernel(const __grid_con
 
 // The lookups alone, of the whole batch: out [B, D], features side by side. Bad values fail the exchange that follows.
 template <class T, class Index>
-__global__ void __launch_bounds__(kLookupThreads, 4) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
+__global__ void __launch_bounds__(kLookupThreads, 2) lookup_kernel(const __grid_constant__ Lookups l, char* out, int64_t stride,
                                                                          State* state, int rank) {
   check_offset_ends<Index>(l, state, rank);
   const uint32_t tiles = lookup_tiles(l, l.batch), tile = (blockIdx.x * (kLookupThreads / 32) + threadIdx.x / 32) * kTilesAWarp;
@@ -86,8 +86,8 @@ int fo_cuda_embedding_all_to_all_load() {
   for (int dtype = 0; dtype < 3; ++dtype)
     for (int bytes = 4; bytes <= 8; bytes += 4) {
       const int code = with_types(dtype, bytes, [](auto value, auto index) {
-        const int failed = prepare(embedding_kernel<decltype(value), decltype(index)>, window_bytes(kThreads));
-        return failed ? failed : load(lookup_kernel<decltype(value), decltype(index)>, window_bytes(kLookupThreads));
+        const int failed = prepare(embedding_kernel<decltype(value), decltype(index)>);
+        return failed ? failed : load(lookup_kernel<decltype(value), decltype(index)>);
       });
       if (code) return code;
     }
@@ -96,7 +96,7 @@ int fo_cuda_embedding_all_to_all_load() {
 
 int fo_cuda_embedding_all_to_all(const EmbeddingParams* p, int dtype, int index_bytes, int blocks, void* stream) {
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
-    embedding_kernel<decltype(value), decltype(index)><<<blocks, kThreads, window_bytes(kThreads), static_cast<cudaStream_t>(stream)>>>(*p);
+    embedding_kernel<decltype(value), decltype(index)><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*p);
     return static_cast<int>(cudaGetLastError());
   });
 }
@@ -105,7 +105,7 @@ int fo_cuda_embedding_lookup(const Lookups* l, int dtype, int index_bytes, char*
   const unsigned tiles = kLookupThreads / 32 * kTilesAWarp, blocks = (lookup_tiles(*l, l->batch) + tiles - 1) / tiles;
   return with_types(dtype, index_bytes, [&](auto value, auto index) {
     lookup_kernel<decltype(value), decltype(index)>
-        <<<blocks, kLookupThreads, window_bytes(kLookupThreads), static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
+        <<<blocks, kLookupThreads, 0, static_cast<cudaStream_t>(stream)>>>(*l, out, stride, state, rank);
     return static_cast<int>(cudaGetLastError());
   });
 }

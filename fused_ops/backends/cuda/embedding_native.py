@@ -19,7 +19,7 @@ POLICY_CODES = {"error": 0, "clamp": 1, "hash": 2}
 OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 VECTOR = 16  # bytes that a lane moves at once where everything is aligned to it
 MOST_ROWS = 2**32 - 1
-FEWEST_LANES = 4  # that share a row: kGroup of native/cuda_lookup.cuh
+FEWEST_LANES = 8  # that share a row: kGroup of native/cuda_lookup.cuh
 LOOKUPS_A_TILE = 32
 MOST_BAGS_A_TILE = 16
 

@@ -90,8 +90,6 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
-
-inline size_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<size_t>(p); }
 template <class T>
 T __ldg(const T* p) { return *p; }
 template <class T>

@@ -31,14 +31,6 @@ struct Exchange {
   int source = 0;
 };
 
-// Memory that a thread asked to be copied, as its `group`-th group of copies.
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
-  int group;
-};
-
 struct Thread {
   void* stack_pointer = nullptr;  // while it does not run
   char* stack = nullptr;
@@ -48,8 +40,6 @@ struct Thread {
   int number = 0;                 // in its block
   bool ended = false, at_barrier = false;
   Exchange exchange;
-  std::deque<Copy> copies;        // that nobody has waited for yet
-  int groups = 0;                 // of copies that it has ended
 };
 
 struct Grid {
@@ -72,9 +62,6 @@ void launch(Grid grid);
 void run_held();
 void pause();  // lets every other thread that can run do so first
 void block_barrier();
-void copy_later(void* to, const void* from, size_t bytes);  // until then what is there is poison
-void end_copies();
-void wait_copies(int but);  // for all groups but the newest ones
 // The value that `source` brought (by `lane ^ source` for an exclusive-or, by number for an index).
 uint64_t warp_exchange(const char* operation, unsigned mask, uint64_t value, int source_lane);
 char* shared_memory(const void* variable, size_t bytes);
