@@ -120,7 +120,8 @@ class Call {
   // queue follow.
   __device__ uint32_t claim_run(Queue queue, uint32_t count, uint32_t after, uint32_t* left) {
     if (*left == 0) return kNone;
-    const uint32_t warps = gridDim.x * (blockDim.x >> 5), size = max(1u, (*left + after) / (kRunsAWarp * warps));
+    const uint32_t warps = gridDim.x * (blockDim.x >> 5);
+    const uint32_t size = max(1u, min((*left + after) / (kRunsAWarp * warps), static_cast<uint32_t>(p.most_tiles_a_run)));
     const uint32_t first = claim(queue, count, size);
     *left = first == kNone ? 0 : count - min(first + size, count);
     return first;
@@ -241,7 +242,7 @@ class Call {
     // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
     for (;;) {
       if (!wait(&entry->credit_tag, epoch, &tag, deadline)) return fail(deadline.code(), kCredit, peer);
-      if (tag == kAbortTag) return fail(kRejected, kCredit, peer);
+      if (tag >= kAbortTag) return fail(kRejected, kCredit, peer);
       if ((tag & ~kPredicted) == p.tag) return wait(&entry->credit_place, epoch, place, deadline) || fail(deadline.code(), kCredit, peer);
       if (!(tag & kPredicted)) return fail(kBadTag, kCredit, peer);
       if (deadline()) return fail(deadline.code(), kCredit, peer);
@@ -288,7 +289,7 @@ class Call {
   __device__ bool watch(int source, int slice, uint32_t* tag) {
     Deadline deadline(*this);
     if (!wait(p.link.inbox(source)->flag(epoch, slice), epoch, tag, deadline)) return fail(deadline.code(), kData, source);
-    if (*tag == kAbortTag) return fail(kRejected, kData, source);
+    if (*tag >= kAbortTag) return fail(kRejected, kData, source);
     return *tag == p.tag || fail(kBadTag, kData, source);
   }
 
@@ -344,15 +345,19 @@ class Call {
     State* s = p.state;
     const int remote = p.link.world - 1;
     if (threadIdx.x == 0 && s->failed == 0 && !p.abort) s->failed = broken() ? kBroken : kHalted;
+    __syncthreads();
+    const bool own_fault = p.abort || s->failed == kBadIndex || s->failed == kBadOffset;
+    const uint32_t tag_of_failure = own_fault ? kRejectedTag : kAbortTag;
     // No warp stores any more: peers that lack a slice learn that none will come. Their layout may have more slices.
     for (int k = threadIdx.x; k < remote * kMaxSlices; k += blockDim.x) {
       const int peer = peer_of(k), slice = k / remote;
       PeerEntry* entry = p.link.outbox(peer);
+      stress_delay(peer);
       if (slice >= p.slices || s->tiles_done[peer * kMaxSlices + slice] != shared->end[0][k] - (k ? shared->end[0][k - 1] : 0))
-        signal(entry->flag(epoch, slice), epoch, kAbortTag);
+        signal(entry->flag(epoch, slice), epoch, tag_of_failure);
       if (slice == 0 && s->opened != epoch) {
         store_release(&entry->credit_place, word(epoch, p.place));
-        signal(&entry->credit_tag, epoch, kAbortTag);
+        signal(&entry->credit_tag, epoch, tag_of_failure);
       }
     }
     __syncthreads();
@@ -371,6 +376,7 @@ class Call {
             late |= 1ull << peer;
             break;
           }
+          if (tag == kRejectedTag && s->failed == kRejected) s->failed_peer = peer;  // not one that gave up for the same reason
           if (slice == 0) slices = !p.abort && tag == p.tag ? p.slices : kMaxSlices;
         }
       }

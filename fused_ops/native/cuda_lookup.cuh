@@ -7,10 +7,6 @@
 namespace fused_ops {
 
 constexpr int kGroup = 8;  // lookups whose rows a lane asks for at a time; lanes of a row are no fewer
-#ifndef FO_ASK_AHEAD
-#define FO_ASK_AHEAD 1
-#endif
-constexpr bool kAskAhead = FO_ASK_AHEAD;  // for the next group before this one is added up
 
 enum Policy : int32_t { kError = 0, kClamp = 1, kHash = 2 };
 
@@ -158,19 +154,12 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
       }
     };
 
-    Raw row[kGroup];
-    if constexpr (kAskAhead) ask(0, row);
+    // One group at a time: rolling windows of any depth, in registers or through shared memory, were slower (the card reads
+    // rows best in bursts).
     for (int base = 0; base < most; base += kGroup) {
-      if constexpr (kAskAhead) {
-        Raw ahead[kGroup];
-        ask(base + kGroup, ahead);
-        add(base, row);
-#pragma unroll
-        for (int u = 0; u < kGroup; ++u) row[u] = ahead[u];
-      } else {
-        ask(base, row);
-        add(base, row);
-      }
+      Raw row[kGroup];
+      ask(base, row);
+      add(base, row);
     }
     while (bag < num_bags) finish_bag();
   }

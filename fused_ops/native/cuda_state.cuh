@@ -60,6 +60,7 @@ struct CallParams {
   int32_t abort;         // this rank rejected the call: tell the peers and be done
   int32_t heeds_halt;    // refuse to run while `halted`
   int32_t slices;        // parts a destination's data is sent in
+  int32_t most_tiles_a_run;   // that a warp claims at a time: neighbours, which lie in as few tables as may be
   int32_t local_first_warps;  // warps a block that do this rank's own tiles before those for remote ranks
   int32_t receive_first_blocks;  // blocks of which one warp delivers what arrives while the others send
 };

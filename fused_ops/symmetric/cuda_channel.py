@@ -46,6 +46,7 @@ RECEIVE_FIRST_BLOCKS = {
     "peer": 0,
     "pinned": 16,
 }  # from host memory delivery takes as long as sending, and overlaps with it
+MOST_TILES_A_RUN = 8  # that a warp claims at a time
 SPARE_SMS = 8  # of a device, left to kernels that are no part of a call
 OPERATORS = {"all_to_all": 1, "embedding_all_to_all": 2, "embedding_all_to_all backward": 3}
 HALTED, BAD_INDEX, BAD_OFFSET = 9, 10, 11
@@ -96,6 +97,7 @@ class CallParams(ctypes.Structure):
         ("abort", ctypes.c_int32),
         ("heeds_halt", ctypes.c_int32),
         ("slices", ctypes.c_int32),
+        ("most_tiles_a_run", ctypes.c_int32),
         ("local_first_warps", ctypes.c_int32),
         ("receive_first_blocks", ctypes.c_int32),
     ]
@@ -323,6 +325,7 @@ class CudaChannel:
             stress_delay_us=self._stress_delay_us,
             call_number=self.agreement.call_number,
             slices=1,
+            most_tiles_a_run=MOST_TILES_A_RUN,
             receive_first_blocks=RECEIVE_FIRST_BLOCKS[self.link],
         )
 

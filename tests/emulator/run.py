@@ -8,8 +8,10 @@ from unittest import mock
 import torch
 
 from fused_ops.backends.cuda import embedding_all_to_all as forward
+from fused_ops.embedding_inputs import OPERATOR
 from fused_ops.symmetric import cuda_channel
-from tests.emulator.channel import EmulatedChannel, World, backend_of, library, together
+from fused_ops.symmetric.agreement import REJECTED
+from tests.emulator.channel import EmulatedChannel, World, allow, backend_of, library, together
 from tests.emulator.problems import CPU, check, draw, inputs_of, optimizer_of
 
 RANKS = 4
@@ -55,7 +57,38 @@ def absent() -> None:
         assert torch.isnan(output).all(), lane.rank
 
 
+def rejected(link: str) -> None:
+    """One rank rejects its input: all others name it."""
+    problem = next(draw(RANKS))
+    for schedule in range(RANKS):
+        library().emulator_shuffle(schedule)
+        lanes, culprit = channels(link), schedule % RANKS
+        lanes[culprit].set_stress_delay(2000, 0)  # which some hear of late
+        mine = [problem.owned(rank, CPU) for rank in range(RANKS)]
+        inputs = [inputs_of(problem, mine[rank], rank) for rank in range(RANKS)]
+
+        def good(r: int) -> object:
+            return forward.embedding_all_to_all(inputs[r], optimizer_of(problem, mine[r]), lanes[r].group, 0)  # noqa: B023
+
+        def bad(r: int) -> object:
+            if r != culprit:  # noqa: B023
+                return good(r)
+            with lanes[r].call(OPERATOR):  # noqa: B023
+                return lanes[r]._reject()  # noqa: B023
+
+        with backend_of(lanes):
+            for _ in range(3):  # from the third on, credits are posted ahead: peers wait for data
+                together(good, RANKS)
+            arena = lanes[culprit].arenas.newest
+            allow(
+                arena.base, len(arena.slots) * arena.slot_size
+            )  # peers store to the slot posted ahead, whatever comes of it
+            together(bad, RANKS)
+        found = [(lane.record.code, lane.record.peer) for lane in lanes if lane.rank != culprit]
+        assert found == [(REJECTED, culprit)] * (RANKS - 1), (schedule, culprit, found)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN, or the largest integer
-    {"problems": problems, "overrun": overrun, "absent": absent}[sys.argv[1]](*sys.argv[2:])
+    {"problems": problems, "overrun": overrun, "absent": absent, "rejected": rejected}[sys.argv[1]](*sys.argv[2:])

@@ -40,3 +40,9 @@ def test_an_overrun_is_found():
 def test_a_rank_that_makes_no_call_is_named():
     done = emulate("absent")
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("link", ["peer", "pinned"])
+def test_a_rank_that_rejects_is_named(link):
+    done = emulate("rejected", link)
+    assert done.returncode == 0, done.stderr[-6000:]

@@ -25,8 +25,8 @@ from fused_ops.symmetric.group import GroupContext
 __all__ = ["embedding_all_to_all", "embedding_all_to_all_gradient", "embedding_gradients", "embedding_update"]
 
 COPY_TILE_BYTES = 16 * 1024
-# On a link slower than the lookups this share of the warps does this rank's own samples first: stores to remote ones keep the link
-# busy and would else keep every warp waiting. On a fast link remote samples come first for all.
+# The share of the warps that do this rank's own samples first. On a link slower than the lookups, stores to remote ones keep the
+# link busy and would else keep every warp waiting. On a fast link remote samples come first for all.
 LOCAL_FIRST_SHARE = {"peer": 0.0, "pinned": 0.5}
 
 

@@ -20,7 +20,7 @@ OPTIMIZER_CODES = {"none": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "ada
 VECTOR = 16  # bytes that a lane moves at once where everything is aligned to it
 MOST_ROWS = 2**32 - 1
 FEWEST_LANES = 8  # that share a row: kGroup of native/cuda_lookup.cuh
-LOOKUPS_A_TILE = 32
+LOOKUPS_A_TILE = 64
 MOST_BAGS_A_TILE = 16
 
 Begins = ctypes.c_int64 * (MAX_RANKS + 1)

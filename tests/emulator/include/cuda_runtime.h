@@ -60,7 +60,10 @@ inline uint64_t load(const uint64_t* p) {
   pause();  // others may be about to store what this thread polls for
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-inline void store(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store(uint64_t* p, uint64_t v) {
+  pause();  // a store may be late
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
 template <class T>
 T add(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 inline uint64_t clock_ns() {
