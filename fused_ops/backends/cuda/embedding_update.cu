@@ -315,8 +315,9 @@ __global__ void __launch_bounds__(kThreads) spans_kernel(const __grid_constant__
   }
 }
 
-// Rows of any width and alignment: a warp at the first word of each row adds up the row's words, column after column, into
-// `head`, which has a row of `width` floats a warp here.
+// Rows of any width and alignment: a warp at the first word of each row adds up the row's words into `head`, which has a row of
+// `width` floats a warp here. Words go in parts of 32, each lane finding out about one, and the parts' sums into the whole: a
+// row of many words would lose digits in one long sum.
 template <int kOptimizer, class T>
 __global__ void __launch_bounds__(kThreads) any_rows_kernel(const __grid_constant__ UpdateParams p) {
   if (suppressed<kOptimizer>(p)) return;
@@ -330,13 +331,24 @@ __global__ void __launch_bounds__(kThreads) any_rows_kernel(const __grid_constan
     const Entry entry(p, place, p.order[i]);
     if (!place.target.any_kind) continue;
     const int dim = place.feature.dim;
-    for (int column = lane(); column < dim; column += 32) {
-      float total = 0.0f;
-      for (int64_t j = i; j < p.lookups.nnz && row_at(p, j) == row; ++j) {
-        const Entry other(p, place, p.order[j]);
-        total = fmaf(other.factor, to_float(reinterpret_cast<const T*>(other.grad)[column]), total);
+    for (int column = lane(); column < dim; column += 32) sum[column] = 0.0f;
+    Place own = place;
+    int size = 32;
+    for (int64_t base = i; size == 32; base += 32) {
+      const int64_t mine = base + lane();
+      const bool of_row = mine < p.lookups.nnz && row_at(p, mine) == row;
+      size = __popc(__ballot_sync(kAllLanes, of_row));  // they lie together
+      const Entry word = of_row ? Entry(p, own, p.order[mine]) : Entry(entry);
+      for (int first = 0; first < dim; first += 32) {
+        const int column = min(first + lane(), dim - 1);
+        float part = 0.0f;
+#pragma unroll 8
+        for (int k = 0; k < size; ++k) {
+          const auto* grad = reinterpret_cast<const T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(word.grad), k));
+          part = fmaf(__shfl_sync(kAllLanes, word.factor, k), to_float(grad[column]), part);
+        }
+        if (first + lane() < dim) sum[column] += part;
       }
-      sum[column] = total;
     }
     __syncwarp();
     apply_row<kOptimizer, T>(optimizer, place, entry.row, sum);

@@ -88,6 +88,14 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
 }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { emulator::exchange("__syncwarp", mask, 0, emulator::lane()); }
 inline void __syncthreads() { emulator::block_barrier(); }
+inline unsigned __ballot_sync(unsigned mask, bool mine) {
+  unsigned votes = 0;
+  for (int source = 0; source < 32; ++source)
+    if (mask >> source & 1) votes |= static_cast<unsigned>(emulator::exchange("__ballot_sync", mask, static_cast<unsigned>(mine), source)) << source;
+  return votes;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
 inline void __nanosleep(unsigned) { emulator::pause(); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
