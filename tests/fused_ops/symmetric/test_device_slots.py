@@ -53,7 +53,8 @@ def test_a_slot_comes_free_when_its_graph_cannot_be_replayed_any_more():
     arena.capture(capture)
     assert arena.in_a_graph
     capture.over = True
-    assert slot.is_free() and slot.capture is None
+    assert slot.is_free()
+    assert slot.capture is None
     assert not arena.in_a_graph
 
 
