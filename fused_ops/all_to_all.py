@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_ops.dispatch import choose
-from fused_ops.effects import register_ordered
+from fused_ops.effects import TAGS, register_ordered
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name
 
@@ -58,7 +58,7 @@ def all_to_all(
     )
 
 
-@torch.library.custom_op("fused_ops::all_to_all", mutates_args=())
+@torch.library.custom_op("fused_ops::all_to_all", mutates_args=(), tags=TAGS)
 def _all_to_all(
     input: Tensor,
     output_splits: Sequence[int] | None,

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
+# Of every operator: inductor's own CUDA graphs (mode="reduce-overhead") leave it out, since they demand that every output
+# lies in their pool of memory, and ours lie in symmetric memory. `torch.cuda.graph` is not concerned.
+TAGS = (torch.Tag.cudagraph_unsafe,)
+
 
 def register_ordered(operator: str) -> None:
     """`operator`: a qualified name such as "fused_ops::all_to_all". torch has no public spelling of this yet."""

@@ -20,7 +20,7 @@ from torch import Tensor
 import fused_ops.embedding_backward  # noqa: F401  (registers the operators that backward calls)
 from fused_ops import host_values
 from fused_ops.dispatch import choose
-from fused_ops.effects import register_ordered
+from fused_ops.effects import TAGS, register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.embedding_layout import EmbeddingLayout
 from fused_ops.embedding_optimizer import FusedOptimizer
@@ -101,7 +101,7 @@ def embedding_all_to_all(
     )
 
 
-@torch.library.custom_op("fused_ops::embedding_all_to_all", mutates_args=())
+@torch.library.custom_op("fused_ops::embedding_all_to_all", mutates_args=(), tags=TAGS)
 def _embedding_all_to_all(
     anchor: Tensor,
     tables: Sequence[Tensor],

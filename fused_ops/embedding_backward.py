@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fused_ops.dispatch import choose
-from fused_ops.effects import register_ordered
+from fused_ops.effects import TAGS, register_ordered
 from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.embedding_policy import describe
 from fused_ops.symmetric.group import context, resolve
 
 
-@torch.library.custom_op("fused_ops::embedding_all_to_all_gradient", mutates_args=())
+@torch.library.custom_op("fused_ops::embedding_all_to_all_gradient", mutates_args=(), tags=TAGS)
 def _gradient(
     grad: Tensor,
     tables: Sequence[Tensor],
@@ -60,7 +60,7 @@ def _(grad, tables, indices, offsets, per_sample_weights, feature_tables, layout
     return grad.new_empty((sum(layout[2 : 2 + world]), local_dim)), indices.new_empty(indices.shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("fused_ops::embedding_update", mutates_args=("tables", "states"))
+@torch.library.custom_op("fused_ops::embedding_update", mutates_args=("tables", "states"), tags=TAGS)
 def _update(
     grad: Tensor,
     order: Tensor,
@@ -98,7 +98,7 @@ def _(grad, order, tables, states, learning_rate, constants, optimizer, indices,
     return indices.new_empty(indices.shape if weight_gradient else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("fused_ops::embedding_gradients", mutates_args=())
+@torch.library.custom_op("fused_ops::embedding_gradients", mutates_args=(), tags=TAGS)
 def _gradients(
     grad: Tensor,
     order: Tensor,

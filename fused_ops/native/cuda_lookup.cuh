@@ -6,6 +6,7 @@
 
 namespace fused_ops {
 
+constexpr int64_t kMostLookups = 1 << 30;  // of the bags that a warp pools in one go; more is refused as a bad offset
 constexpr int kGroup = 8;  // lookups whose rows a lane asks for at a time; lanes of a row are no fewer
 
 enum Policy : int32_t { kError = 0, kClamp = 1, kHash = 2 };
@@ -72,16 +73,17 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
     report_value(state, code, rank, first_bag, l.batch, position, value);
   };
   if (num_bags > 0) {
-    start = __ldg(offsets);
-    const int64_t stop = __ldg(offsets + num_bags);
-    if (start < 0 || stop < start || stop > l.nnz) {
-      if (l0 == 0) report(kBadOffset, first_bag + first + num_bags, stop);
+    const int64_t begins = __ldg(offsets), ends = __ldg(offsets + num_bags);
+    const bool begins_badly = begins < 0 || begins > l.nnz;
+    if (begins_badly || ends < begins || ends > l.nnz || ends - begins > kMostLookups) {
+      if (l0 == 0) report(kBadOffset, first_bag + first + (begins_badly ? 0 : num_bags), begins_badly ? begins : ends);
       num_bags = 0;
-    } else if (rows == 0 && stop > start) {
-      if (l0 == 0) report(kBadIndex, start, static_cast<int64_t>(static_cast<const Index*>(l.indices)[start]));
+    } else if (rows == 0 && ends > begins) {
+      if (l0 == 0) report(kBadIndex, begins, static_cast<int64_t>(static_cast<const Index*>(l.indices)[begins]));
       num_bags = 0;
     } else {
-      num_lookups = static_cast<int>(stop - start);
+      start = begins;
+      num_lookups = static_cast<int>(ends - begins);
     }
   }
   const auto* indices = static_cast<const Index*>(l.indices) + start;
@@ -89,7 +91,11 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
   const int most = largest(num_lookups), weighted = weights ? num_lookups : 0;
   const bool mean = l.mean;
   constexpr int kNever = 0x7FFFFFFF;  // more than any lookup's number
-  auto end_of = [&](int bag) { return bag < num_bags ? static_cast<int>(__ldg(offsets + bag + 1) - start) : kNever; };
+  auto end_of = [&](int bag) {  // -1: out of bounds
+    if (bag >= num_bags) return kNever;
+    const int64_t end = __ldg(offsets + bag + 1) - start;
+    return end >= 0 && end <= num_lookups ? static_cast<int>(end) : -1;
+  };
   bool decreasing = false;
   out += first * out_stride;
 
@@ -126,6 +132,7 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
 
     float sum[kCount] = {};
     int bag = 0, begin = 0, end = end_of(0), next_end = end_of(1);
+    decreasing |= end < 0;
     auto finish_bag = [&] {
       if (mean && end - begin > 1) {
         const float scale = 1.0f / static_cast<float>(end - begin);
@@ -164,8 +171,8 @@ __device__ __forceinline__ void pool_bags(const Lookups& l, const Feature& f, in
     while (bag < num_bags) finish_bag();
   }
   if (decreasing && l0 == 0)
-    for (int bag = 0; bag + 1 < num_bags; ++bag)
-      if (end_of(bag + 1) < end_of(bag)) return report(kBadOffset, first_bag + first + bag + 2, start + end_of(bag + 1));
+    for (int bag = 0; bag < num_bags; ++bag)
+      if (end_of(bag) < (bag ? end_of(bag - 1) : 0)) return report(kBadOffset, first_bag + first + bag + 1, __ldg(offsets + bag + 1));
 }
 
 // Apart from the kernel that calls it, whose registers are the other's.

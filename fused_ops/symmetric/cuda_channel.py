@@ -220,7 +220,8 @@ class CudaChannel:
         nbytes = math.prod(shape) * dtype.itemsize
         arena, capture = self.arenas.newest, current_capture(self.device)
         if capture is not None:
-            arena.capture(capture)
+            if arena.capture(capture):  # the graph has their addresses, whatever becomes of the group
+                capture.keep((self._state, self._record_memory, self._control_table, self.arenas.table))
             slot = arena.free_slot(capture) if nbytes else None
             if nbytes and slot is None and self.link == "peer":
                 logger.info("%s: no slot left for a captured call, it copies out", self.agreement.operator)

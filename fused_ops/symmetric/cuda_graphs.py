@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from fused_ops.symmetric.cuda_memory import check_cuda, library
 
 _captures: dict[int, Capture] = {}  # by number, those that are not over
+_lock = threading.Lock()
 
 
 class Capture:
@@ -37,12 +39,13 @@ def current_capture(device: torch.device) -> Capture | None:
     lib, stream = library(device.index), ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     number = ctypes.c_uint64()
     check_cuda(lib, lib.fo_cuda_capture_number(stream, ctypes.byref(number)), "asking for a stream's capture")
-    known = _captures.get(number.value)
-    if known is None:
-        for over in [n for n, capture in _captures.items() if capture.over]:
-            del _captures[over]
-        watch = ctypes.c_void_p()
-        check_cuda(lib, lib.fo_cuda_watch_capture(stream, ctypes.byref(watch)), "watching a CUDA graph")
-        assert watch.value is not None
-        known = _captures[number.value] = Capture(lib, watch.value)
+    with _lock:
+        known = _captures.get(number.value)
+        if known is None:
+            for over in [n for n, capture in _captures.items() if capture.over]:
+                del _captures[over]
+            watch = ctypes.c_void_p()
+            check_cuda(lib, lib.fo_cuda_watch_capture(stream, ctypes.byref(watch)), "watching a CUDA graph")
+            assert watch.value is not None
+            known = _captures[number.value] = Capture(lib, watch.value)
     return known

@@ -34,6 +34,8 @@ class DeviceTables:
                     self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(key)
+            if capture is None:  # an evicted table's memory is used again when every stream that read it has passed
+                table.record_stream(torch.cuda.current_stream(self._device))
         if capture is not None:
             capture.keep(table)
         return table.data_ptr()

@@ -65,8 +65,12 @@ class DeviceArenas:
     def _retire(self, finish: Callable[[], None]) -> None:
         """Kernels in flight may still use what is given up: all ranks finish theirs, then all unmap, then it may go."""
         finish()
-        self._group.exchange(f"{self._lane} grows", {})
-        outgrown = [arena for arena in self._arenas if not arena.in_a_graph]
+        mine = [arena.number for arena in self._arenas if arena.in_a_graph]
+        # What one rank's graphs hold, all keep: ranks hear at different times that a graph is gone.
+        kept = {
+            number for peer in self._group.exchange(f"{self._lane} grows", {"kept": mine}) for number in peer["kept"]
+        }
+        outgrown = [arena for arena in self._arenas if arena.number not in kept]
         self._arenas = [arena for arena in self._arenas if arena not in outgrown]
         for arena in outgrown:
             arena.memory.close_peers()

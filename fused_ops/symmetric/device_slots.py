@@ -53,9 +53,12 @@ class Arena:
         self.captures = [capture for capture in self.captures if not capture.over]
         return bool(self.captures)
 
-    def capture(self, capture: Capture) -> None:
-        if capture not in self.captures:
-            self.captures.append(capture)
+    def capture(self, capture: Capture) -> bool:
+        """A call in that capture uses the arena. True when it is the first."""
+        if capture in self.captures:
+            return False
+        self.captures.append(capture)
+        return True
 
     def free_slot(self, capture: Capture | None = None) -> Slot | None:
         """For a call in that capture, or outside of any. A capture leaves one slot to the calls outside."""

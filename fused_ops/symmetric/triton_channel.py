@@ -183,8 +183,10 @@ class TritonChannel:
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Receipt:
         """The place of this call's output. `reserve` comes first."""
         arena, capture = self.arenas.newest, current_capture(self.device)
-        if capture is not None:
-            arena.capture(capture)
+        if capture is not None and arena.capture(
+            capture
+        ):  # the graph has their addresses, whatever becomes of the group
+            capture.keep((self.state, self._record_memory, self.control, self.arenas.table))
         slot = None if 0 in shape else arena.free_slot(capture)
         if slot is not None:
             return Receipt(slot, slot.tensor(shape, dtype), is_staged=False)

@@ -7,14 +7,16 @@ from unittest import mock
 
 import torch
 
+from fused_ops import EmbeddingLayout
 from fused_ops.backends.cuda import embedding_all_to_all as forward
-from fused_ops.embedding_inputs import OPERATOR
+from fused_ops.embedding_inputs import OPERATOR, EmbeddingInputs, OptimizerInputs
 from fused_ops.symmetric import cuda_channel
 from fused_ops.symmetric.agreement import REJECTED
 from tests.emulator.channel import EmulatedChannel, World, allow, backend_of, library, together
 from tests.emulator.problems import CPU, check, draw, inputs_of, optimizer_of
 
 RANKS = 4
+NO_OPTIMIZER = OptimizerInputs("none", [], None, [])
 
 
 def channels(link: str, timeout_s: float = 60.0) -> list[EmulatedChannel]:
@@ -57,6 +59,37 @@ def absent() -> None:
         assert torch.isnan(output).all(), lane.rank
 
 
+def bad_offsets() -> None:
+    """Whatever bag an offset is wrong for, and however it is wrong, the call fails and says which."""
+    length = 2**32
+    for dim, offsets, position in [
+        (128, [0, -5, 20], 1),  # the first bag of one group of lanes
+        (8, [0] + [-5] + [20] * 8, 1),  # of several groups
+        (8, [0, 1, 2, 10, 5, 20, 20, 20, 20, 20], 4),  # of a group that begins rightly
+        (128, [0, 3, length + 5, 7, 20], 2),  # right but for bits that an int has not
+        (128, [0, 3, 2 * length, 2 * length, 20], 2),
+        (8, [0, 9, 3, 20], 2),
+        (128, [0, 9, 3, 20], 2),
+    ]:
+        world, batch = World(1, "peer"), len(offsets) - 1
+        lane = EmulatedChannel(world, 0, 60.0)
+        layout = EmbeddingLayout.table_wise([[dim]], [batch], torch.float32)
+        lookups = (
+            [torch.ones(50, dim)],
+            torch.arange(20),
+            torch.tensor(offsets),
+            None,
+            None,
+            layout.encoded,
+            layout.dtype,
+        )
+        inputs = EmbeddingInputs(*lookups, "sum", "error", 0, 1)
+        with backend_of([lane]):
+            together(lambda r: forward.embedding_all_to_all(inputs, NO_OPTIMIZER, lane.group, 0), 1)  # noqa: B023
+        found = (lane.record.code, lane.record.bad_position)
+        assert found == (cuda_channel.BAD_OFFSET, position), (dim, offsets, found)
+
+
 def rejected(link: str) -> None:
     """One rank rejects its input: all others name it."""
     problem = next(draw(RANKS))
@@ -91,4 +124,6 @@ def rejected(link: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN, or the largest integer
-    {"problems": problems, "overrun": overrun, "absent": absent, "rejected": rejected}[sys.argv[1]](*sys.argv[2:])
+    {"problems": problems, "overrun": overrun, "absent": absent, "rejected": rejected, "bad_offsets": bad_offsets}[
+        sys.argv[1]
+    ](*sys.argv[2:])

@@ -46,3 +46,8 @@ def test_a_rank_that_makes_no_call_is_named():
 def test_a_rank_that_rejects_is_named(link):
     done = emulate("rejected", link)
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_a_wrong_offset_is_named_wherever_it_is():
+    done = emulate("bad_offsets")
+    assert done.returncode == 0, done.stderr[-6000:]
