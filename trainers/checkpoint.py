@@ -125,7 +125,7 @@ def save(config: RunConfig, engine: Engine, progress: Progress) -> Path:
         partial.mkdir(parents=True)
     dist.barrier()
     try:
-        with _quiet(), _one_error(f"{final} could not be written", partial):
+        with _quiet(), _one_error(f"{final} could not be written", directory):
             dcp.save(engine.model_state() | engine.optimizer_state(), checkpoint_id=partial, no_dist=False)
     except CheckpointError:
         if rank == 0:
