@@ -24,8 +24,10 @@ from omegaconf.errors import (
 )
 
 from launch.last_words import say
-from trainers.config import RunConfig
-from trainers.config_rules import ConfigError, did_you_mean
+from trainers import families
+from trainers.config import ConfigError, RunConfig
+from trainers.config import typed as trainers_typed
+from trainers.config_rules import did_you_mean
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException)
 # What another rank leaves rank 0 to report the error they share, before it reports one that only its own host has.
@@ -77,8 +79,13 @@ def _explain(error: Exception) -> str:
 
 
 def known_keys(schema: Any = None, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema."""
-    schema = RunConfig() if schema is None else schema
+    """Every dotted key of the schema, of all families and kinds of data."""
+    if schema is None:
+        schema = RunConfig()
+        for family in families.FAMILIES:
+            yield from known_keys(families.model_schema(family)(), "model.")
+        for kind in families.data_schemas().values():
+            yield from known_keys(kind(), "data.")
     for field in fields(schema):
         value = getattr(schema, field.name)
         if is_dataclass(value):
@@ -131,13 +138,10 @@ def _hydra_message(error: Exception) -> str:
 
 
 def typed(config: DictConfig) -> RunConfig:
-    """The dataclasses of a composed config, without Hydra's own part, interpolations resolved.
+    """The dataclasses of a composed config, without Hydra's own part.
 
     Raises for keys that the schema doesn't have; Hydra's `+key=value` can put them there.
     """
     task = OmegaConf.to_container(config, resolve=False)
     assert isinstance(task, dict)
-    task.pop("hydra", None)
-    typed_config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), task))
-    assert isinstance(typed_config, RunConfig)
-    return typed_config
+    return trainers_typed({str(key): value for key, value in task.items() if key != "hydra"})

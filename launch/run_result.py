@@ -9,9 +9,12 @@ FIGURES = (
     ("final_loss", "loss {:.4f}"),
     ("auc", "AUC {:.4f}"),
     ("ne", "NE {:.4f}"),
+    ("perplexity", "perplexity {:.3f}"),
     ("step_ms", "{:.2f} ms a step"),
     ("exposed_comm_ms", "{:.2f} ms of it exposed communication"),
     ("samples_per_s", "{:,.0f} samples/s"),
+    ("tokens_per_s", "{:,.0f} tokens/s"),
+    ("mfu", "MFU {:.1%}"),
     ("backend", "backend {}"),
 )
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from launch.config_errors import HYDRA_KEYS, known_keys, typed
 from trainers.config import RunConfig, register_schema
 from trainers.config_rules import check
+from trainers.transformer.architecture import architecture
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -47,6 +48,37 @@ PUBLISHED = {
 }
 
 
+# layers, width, heads, KV heads, FFN, vocabulary, length
+TRANSFORMERS = {
+    "gpt2": (12, 768, 12, 12, 3072, 50257, 1024),
+    "gpt2_medium": (24, 1024, 16, 16, 4096, 50257, 1024),
+    "gpt2_large": (36, 1280, 20, 20, 5120, 50257, 1024),
+    "gpt2_xl": (48, 1600, 25, 25, 6400, 50257, 1024),
+    "megatron_1_7b": (24, 2304, 24, 24, 9216, 51200, 2048),
+    "megatron_3_6b": (30, 3072, 32, 32, 12288, 51200, 2048),
+    "megatron_7_5b": (36, 4096, 32, 32, 16384, 51200, 2048),
+    "megatron_18b": (40, 6144, 48, 48, 24576, 51200, 2048),
+    "megatron_39b": (48, 8192, 64, 64, 32768, 51200, 2048),
+    "gpt3_175b": (96, 12288, 96, 96, 49152, 51200, 2048),
+    "llama3_8b": (32, 4096, 32, 8, 14336, 128256, 8192),
+}
+# What the publishers count: GPT-2's checkpoints and Llama 3 8B to the last one, Megatron in billions.
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "llama3_8b": 8_030_261_248,
+}
+BILLIONS = {
+    "megatron_1_7b": 1.7,
+    "megatron_3_6b": 3.6,
+    "megatron_7_5b": 7.5,
+    "megatron_18b": 18.4,
+    "megatron_39b": 39.1,
+}
+
+
 def composed(*overrides: str) -> RunConfig:
     register_schema()
     sys.path.insert(0, str(ROOT / "launch" / "plugins"))
@@ -63,6 +95,8 @@ def test_every_file_composes_and_passes_the_rules(group: str, option: str, tmp_p
         overrides.append("data=random")
     if option == "adam":
         overrides.append("trainer.device=cuda")
+    if (group, option) in {("data", "text"), ("engine", "deepspeed"), ("optim", "adamw")}:
+        overrides.insert(0, "model=transformer_tiny")
     config = composed(*overrides)
     if config.data.kind == "criteo":
         config.data.path = str(tmp_path)
@@ -115,3 +149,47 @@ def test_help_names_keys_that_exist() -> None:
     named = set(re.findall(r"\b(?:trainer|data|optim|comm|model|hydra)\.\w+(?:\.\w+)*", template))
     assert len(named) > 10
     assert named <= {*known_keys(), *HYDRA_KEYS}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_carry_the_published_numbers(name: str) -> None:
+    config = composed(f"model={name}")
+    shape = architecture(config.model)
+    found = (
+        shape.layers,
+        shape.width,
+        shape.heads,
+        shape.num_kv_heads,
+        shape.ffn_width,
+        shape.vocabulary,
+        shape.max_length,
+    )
+    assert found == TRANSFORMERS[name]
+    assert (config.optim.name, config.optim.betas, config.optim.weight_decay) == ("adamw", [0.9, 0.95], 0.1)
+    assert (config.optim.clip_norm, config.optim.decay, config.optim.warmup_steps) == (1.0, "cosine", 2000)
+    if name in COUNTS:
+        assert shape.parameter_count() == COUNTS[name]
+    if name in BILLIONS:
+        assert round(shape.parameter_count() / 1e9, 1) == pytest.approx(BILLIONS[name], abs=0.06)
+
+
+def test_gpt2_has_the_published_learning_rates() -> None:
+    assert (composed("model=gpt2").optim.lr, composed("model=gpt2").optim.min_lr) == (6e-4, 6e-5)
+
+
+def test_a_model_brings_its_data_unless_other_data_is_asked_for() -> None:
+    assert composed("model=gpt2").data.kind == "text"
+    assert composed("model=gpt2", "data=random").data.kind == "random"
+    assert composed().data.kind == "synthetic"
+
+
+def test_help_lists_every_option_of_every_group() -> None:
+    text = str(OmegaConf.load(CONFIGS / "config.yaml").hydra.help.template)
+    groups = text[text.index("Groups (") : text.index("Keys used most")]
+    listed: dict[str, set[str]] = {}
+    group = ""
+    for line in filter(str.strip, groups.splitlines()[1:]):
+        group = group if line.startswith(" " * 12) else line.split()[0]
+        listed.setdefault(group, set()).update(re.findall(r"\w+", line))
+    for name, option in TASK_FILES:
+        assert option in listed[name], (name, option)

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import fused_ops
 from trainers.config import RunConfig
-from trainers.engines import Engine
-from trainers.engines.sharded_state import regroup
+from trainers.engine import Engine
+from trainers.optimizer_states import regroup
 
 DIRECTORY = "checkpoints"
 FORMAT = 1
@@ -168,6 +168,7 @@ def load(config: RunConfig, engine: Engine, path: Path) -> tuple[Progress, list[
         raise CheckpointError(f"{path} is of another model (saved -> this run): {'; '.join(differing)}")
     with _quiet(), _one_error(f"{path} could not be read"):
         _load_state(path, engine)
+    engine.loaded()
     notes = []
     world, rank = dist.get_world_size(), dist.get_rank()
     if meta["ranks"] == world:
@@ -231,8 +232,10 @@ def _sync(path: Path) -> None:
 
 
 def _data(config: RunConfig) -> dict[str, Any]:
-    data = config.data
-    return {f"data.{key}": getattr(data, key) for key in ("kind", "batch_size", "seed", "shuffle", "num_samples")}
+    """What decides which samples a batch holds."""
+    return {
+        f"data.{key}": value for key, value in asdict(config.data).items() if key not in ("path", "eval_batch_size")
+    }
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

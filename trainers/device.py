@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from trainers.card import take_card
 from trainers.config import TrainerConfig
-from trainers.data.batch import Batch
 from trainers.data.prefetch import Prefetch
 
 # With a GPU, tensors on the CPU still go through gloo: predictions of an evaluation, checkpoints, barriers.
@@ -24,6 +24,20 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BATCHES_AHEAD = 2
 
 Mark = float | torch.cuda.Event
+
+
+class Movable(Protocol):
+    """A batch of any family."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
+
+    def pin_memory(self) -> Any: ...
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Its memory is in use by that stream too."""
+
+
+B = TypeVar("B", bound=Movable)
 
 
 def take(trainer: TrainerConfig) -> torch.device:
@@ -40,22 +54,22 @@ def current(trainer: TrainerConfig) -> torch.device:
     return torch.device("cpu") if trainer.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def feed(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def feed(batches: Iterator[B], device: torch.device) -> Iterator[B]:
     """The batches on `device`. To a GPU they are copied ahead of use from pinned memory, beside the compute."""
     return batches if device.type == "cpu" else _Copied(batches, device)
 
 
-class _Copied:
+class _Copied(Generic[B]):
     """Copies in a thread and on a stream of its own."""
 
-    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
+    def __init__(self, batches: Iterator[B], device: torch.device) -> None:
         self._device = device
         self._ahead = Prefetch(_copies(batches, device), BATCHES_AHEAD)
 
-    def __iter__(self) -> _Copied:
+    def __iter__(self) -> _Copied[B]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         batch, copied = next(self._ahead)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied)
@@ -63,7 +77,7 @@ class _Copied:
         return batch
 
 
-def _copies(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple[Batch, torch.cuda.Event]]:
+def _copies(batches: Iterator[B], device: torch.device) -> Iterator[tuple[B, torch.cuda.Event]]:
     torch.cuda.set_device(device)  # of this thread
     stream = torch.cuda.Stream(device)
     for batch in batches:

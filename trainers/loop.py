@@ -1,4 +1,4 @@
-"""The training loop, for every engine and either `comm`."""
+"""The training loop, for every family, every engine and either `comm`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from trainers import checkpoint, metrics
+from trainers import checkpoint
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
-from trainers.data.batch import Batch
-from trainers.engines import Engine
-from trainers.feed import Feed
+from trainers.engine import Engine, Feed, Work
 from trainers.schedule import learning_rate_factor
 from trainers.step_timing import StepTimer
 
@@ -32,20 +29,20 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass
 class Run:
-    """A run in progress. `batches(split, start)` yields this rank's batches from global batch `start` on."""
+    """A run in progress. `batches(split, start)` yields this replica's batches from global batch `start` on."""
 
     config: RunConfig
     engine: Engine
-    batches: Callable[[str, int], Iterator[Batch]]
+    batches: Callable[[str, int], Iterator[Any]]
     log: Callable[[dict[str, Any]], None]  # takes every record; rank 0 alone keeps them
     progress: Progress
 
 
 def train(run: Run) -> None:
-    """Train to `trainer.steps`, or until no rank has samples; evaluate and save on the way and at the end."""
+    """Train to `trainer.steps`, or until no replica has samples; evaluate and save on the way and at the end."""
     config, trainer, progress = run.config, run.config.trainer, run.progress
     timer = StepTimer(run.engine.device, run.engine.exchanges())
-    feed = Feed(run.batches("train", progress.batches), run.engine, timer, config.model)
+    feed = run.engine.feed(run.batches("train", progress.batches), timer)
     saved = evaluated = first = progress.step
     if progress.step < trainer.steps:
         feed.fetch()
@@ -73,15 +70,15 @@ def train(run: Run) -> None:
 
 
 def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None:
-    """One optimizer step of `optim.accumulate` batches; its record, or None where no rank has a sample left."""
+    """One optimizer step of `optim.accumulate` batches; its record, or None where no replica has a sample left."""
     config, engine, progress = run.config, run.engine, run.progress
-    world, accumulate = dist.get_world_size(), config.optim.accumulate
-    factor = learning_rate_factor(config.optim, progress.step)
+    replicas, accumulate = engine.replica.count, config.optim.accumulate
+    factor = learning_rate_factor(config.optim, progress.step, config.trainer.steps)
     engine.set_learning_rate(factor)
-    loss_sum, samples = 0.0, 0
+    loss_sum, total, samples = 0.0, 0, 0
     for part in range(accumulate):
-        batch, indices = feed.take()
-        here = sum(indices.batch_sizes)
+        work = feed.take()
+        here = work.total
         if here == 0 and part == 0:
             return None
         # Where data ends within a step, this empty batch closes it: its backward reduces what was accumulated.
@@ -89,63 +86,62 @@ def _train_step(run: Run, feed: Feed, timer: StepTimer) -> dict[str, Any] | None
         more = not last or progress.step + 1 < config.trainer.steps
         if more:
             feed.fetch()
-        logits = engine.forward(batch.dense, indices)
-        part_sum = binary_cross_entropy_with_logits(logits, batch.labels.float(), reduction="sum")
+        part_sum = engine.loss(work)
         sums, arrived = _gather(part_sum)
         if more:
             feed.send()
-        # Gradients are averaged over ranks, which may hold different numbers of samples: the mean over all of them.
-        loss = part_sum * (world / (max(here, 1) * accumulate))
+        # Gradients are averaged over replicas, which may hold different numbers of samples: the mean over all of them.
+        loss = part_sum * (replicas / (max(here, 1) * accumulate))
         with timer.backward(loss):
             engine.backward(loss, last)
         with timer.part("exposed"):
             arrived.wait()
         losses = torch.cat(sums).cpu()
-        _stop_if_not_finite(run, losses.tolist(), batch, logits)
-        loss_sum, samples = loss_sum + float(losses.sum()), samples + here
+        _stop_if_not_finite(run, losses.tolist(), work)
+        loss_sum += float(losses[list(engine.replica.leaders)].sum())
+        total, samples = total + here, samples + work.samples
         progress.batches += here > 0
         if last:
             break
     engine.step()
-    engine.check(indices)
+    engine.check(work)
     progress.step += 1
     times = timer.end_step()
     return {
         "event": "train",
         "step": progress.step,
-        "loss": loss_sum / samples,
+        "loss": loss_sum / total,
         "lr": config.optim.lr * factor,
         **asdict(times),
-        "samples_per_s": samples / times.step_ms * 1e3,
+        **engine.throughput(total, samples, times.step_ms / 1e3),
     }
 
 
 def _evaluate(run: Run) -> None:
-    """Log AUC, NE and loss over every sample of the validation split (or `trainer.eval_batches` batches of it)."""
-    limit = run.config.trainer.eval_batches
-    feed = Feed(run.batches("val", 0), run.engine, StepTimer(run.engine.device), run.config.model)
-    logits, labels = [torch.zeros(0)], [torch.zeros(0)]
-    run.engine.model.eval()
+    """Log the evaluation of every sample of the validation split (or of `trainer.eval_batches` batches of it)."""
+    limit, engine = run.config.trainer.eval_batches, run.engine
+    feed = engine.feed(run.batches("val", 0), StepTimer(engine.device))
+    evaluation = engine.evaluation()
+    engine.model.eval()
     with torch.no_grad():
         done = 0
         feed.fetch()
         feed.send()
         while True:
-            batch, indices = feed.take()
+            work = feed.take()
             done += 1
-            more = sum(indices.batch_sizes) > 0 and (limit is None or done < limit)
+            more = work.total > 0 and (limit is None or done < limit)
             if more:
                 feed.fetch()
-            logits.append(run.engine.forward(batch.dense, indices).cpu())
-            labels.append(batch.labels.float().cpu())
-            run.engine.check(indices)
+            evaluation.add(work)
+            engine.check(work)
             if not more:
                 break
             feed.send()
-    run.engine.model.train()
-    all_logits, all_labels = metrics.gather(torch.cat(logits)), metrics.gather(torch.cat(labels))
-    if all_logits is not None and all_labels is not None:
-        run.log(metrics.evaluate(all_logits, all_labels).as_event(run.progress.step))
+    engine.model.train()
+    event = evaluation.event(run.progress.step)
+    if event is not None:
+        run.log(event)
 
 
 def _gather(value: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
@@ -155,17 +151,14 @@ def _gather(value: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
     return sums, dist.all_gather(sums, mine, async_op=True)
 
 
-def _stop_if_not_finite(run: Run, sums: list[float], batch: Batch, logits: torch.Tensor) -> None:
+def _stop_if_not_finite(run: Run, sums: list[float], work: Work) -> None:
     bad = [rank for rank, value in enumerate(sums) if not math.isfinite(value)]
     if not bad:
         return
     step = run.progress.step + 1
     files = {rank: Path(run.config.run_dir) / f"nonfinite_step{step}_rank{rank}.pt" for rank in bad}
     if dist.get_rank() in bad:
-        sparse = batch.sparse
-        parts = {"dense": batch.dense, "labels": batch.labels, "logits": logits.detach()}
-        parts |= {"keys": sparse.keys(), "values": sparse.values(), "lengths": sparse.lengths()}
-        torch.save(parts, files[dist.get_rank()])
+        torch.save(dict(work.tensors()), files[dist.get_rank()])
     dist.barrier()  # nobody ends the job before the batches are written
     losses = "; ".join(f"rank {rank} ({sums[rank]}, batch saved as {file})" for rank, file in files.items())
     raise NonFiniteLossError(f"step {step}: the loss is not finite on {losses}")

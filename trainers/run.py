@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 import fused_ops
-from trainers import checkpoint, device
+from trainers import checkpoint, device, families
 from trainers.checkpoint import Progress
 from trainers.config import RunConfig
-from trainers.data import build
-from trainers.data.build import DataInfo, data_info
-from trainers.engines import Engine, make_engine
+from trainers.data.info import DataInfo
+from trainers.engine import Engine
 from trainers.failures import GRACE_S, TerminatedError, first_failure, introduce
+from trainers.families import make_engine
 from trainers.loggers import Loggers, make_loggers
 from trainers.loop import Run, train
 from trainers.run_summary import (
@@ -88,7 +88,7 @@ def _train(
     statistics: StepStatistics,
     facts: RunFacts,
 ) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     checkpoint.seed_generators(config.trainer.seed, rank)
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     engine = make_engine(config)
@@ -106,7 +106,7 @@ def _train(
             loggers.log(record)
 
     def batches(split: str, start: int) -> Iterator[Any]:
-        return iter(build_batches(config.data, config.model, split, rank, world, start))
+        return iter(build_batches(config.data, config.model, split, engine.replica.rank, engine.replica.count, start))
 
     fused_ops.reset_counters()
     try:
@@ -144,18 +144,20 @@ def _resume(config: RunConfig, engine: Engine) -> tuple[Progress, list[str]]:
 
 def _what_ran(config: RunConfig, facts: RunFacts) -> None:
     facts.counters = counter_rows(fused_ops.counters())
-    stock = config.comm.embedding_all_to_all == "baseline"  # TorchRec's own collection, which nothing counts
-    facts.backend = "baseline" if stock else backend_that_ran(facts.counters)
+    # Baseline's own layers count nothing.
+    asked = {getattr(config.comm, operator) for operator in families.operators(config.model.family)}
+    facts.backend = "baseline" if asked == {"baseline"} else backend_that_ran(facts.counters)
     if facts.backend is not None:
         facts.link = device.describe_link(config.trainer, facts.backend)
 
 
 def _data(config: RunConfig) -> tuple[Callable[..., Iterable[Any]], DataInfo]:
     """`trainers.data`, with rank 0 looking first: where data must be generated, the others wait."""
+    source = families.batches(config)
     if dist.get_rank() == 0:
-        data_info(config.data, config.model)
+        source.data_info(config.data, config.model)
     dist.barrier()
-    return build.build_batches, data_info(config.data, config.model)
+    return source.build_batches, source.data_info(config.data, config.model)
 
 
 def _join(config: RunConfig, rank: int, world: int) -> dist.Store:
@@ -188,6 +190,8 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # TorchRec builds on ShardedTensor and DDP's old argument names; FBGEMM's dense kernel brings its own autograd.
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*(ShardedTensor|broadcast_buffers).*")
+        # DeepSpeed calls collectives by the names that torch 2.11 has.
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*(all_gather_into|reduce_scatter)_tensor.*")
         warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
         yield
 
@@ -215,7 +219,7 @@ def _facts(config: RunConfig, world: int) -> RunFacts:
         seed=config.trainer.seed,
         model=config.model.name,
         data=config.data.kind,
-        data_is_synthetic=config.data.kind != "criteo",
+        data_is_synthetic=config.data.kind in ("synthetic", "random"),
         device=config.trainer.device,
         run_dir=str(config.run_dir),
     )

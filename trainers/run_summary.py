@@ -23,10 +23,11 @@ from trainers.loggers.base import STATUSES
 FILE_NAME = "summary.json"
 TIMINGS = ("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms")
 """Milliseconds of one step on rank 0; the last four are disjoint parts of the first."""
-MEDIANS = (*TIMINGS, "samples_per_s")
+MEDIANS = (*TIMINGS, "samples_per_s", "tokens_per_s", "mfu")
+"""The last two are a Transformer's; `mfu` is None where the card's peak is not known."""
 
 SUMMARY_KEYS = (
-    *("comm", "backend", "ranks", "seed", "steps", "final_loss", "eval_loss", "auc", "ne"),
+    *("comm", "backend", "ranks", "seed", "steps", "final_loss", "eval_loss", "auc", "ne", "perplexity"),
     *MEDIANS,
     *("step_ms_p25", "step_ms_p75", "measured_steps", "warmup"),
     *("model", "data", "data_is_synthetic", "bayes_auc", "device", "link", "counters", "warnings"),
@@ -69,13 +70,14 @@ class StepStatistics:
         self._warnings: list[str] = []
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take a `train` record (every key of MEDIANS, `step`, `loss`) or an `eval` record; ignore any other."""
+        """Take a `train` record (`step`, `loss`, and what there is of MEDIANS) or an `eval` record; ignore any other."""
         if event["event"] == "train":
             self._last_train = event
             self._seen += 1
             if self._seen > self._warmup:
                 for key, column in self._columns.items():
-                    column.append(event[key])
+                    if event.get(key) is not None:
+                        column.append(event[key])
         elif event["event"] == "eval":
             self._last_eval = event
             self._warnings = list(event.get("warnings") or ())  # an early evaluation's degenerate metric may recover
@@ -99,6 +101,7 @@ class StepStatistics:
             "eval_loss": evaluation.get("loss"),
             "auc": evaluation.get("auc"),
             "ne": evaluation.get("ne"),
+            "perplexity": evaluation.get("perplexity"),
             **{key: statistics.median(column) if column else None for key, column in self._columns.items()},
             "step_ms_p25": low,
             "step_ms_p75": high,
@@ -141,7 +144,7 @@ def with_earlier_figures(run_dir: str | Path, summary: dict[str, Any]) -> dict[s
     earlier = json.loads(path.read_text(encoding="utf-8"))
     if (earlier["status"], earlier["steps"]) != ("ok", summary["steps"]):
         return summary
-    return earlier | {key: summary[key] for key in ("eval_loss", "auc", "ne", "warnings")}
+    return earlier | {key: summary[key] for key in ("eval_loss", "auc", "ne", "perplexity", "warnings")}
 
 
 def counter_rows(counters: Mapping[tuple[str, str, str], int]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fused_ops import exposed
 from models.parallel.shards import even_split
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -55,7 +56,8 @@ class _ReduceRows(torch.autograd.Function):
         mine = partial + replicated if replicated is not None and tp.rank == 0 else partial.clone()
         if scatter:
             return _reduce_scatter(mine, tp)
-        dist.all_reduce(mine, group=tp.group)
+        with exposed.whole(mine.device):
+            dist.all_reduce(mine, group=tp.group)
         return mine
 
     @staticmethod
@@ -76,7 +78,8 @@ class _SumGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=ctx.tp.group)
+        with exposed.whole(flat.device):
+            dist.all_reduce(flat, group=ctx.tp.group)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
@@ -88,7 +91,8 @@ class _GatherColumns(torch.autograd.Function):
         padded = local.new_zeros(*local.shape[:-1], max(sizes))
         padded[..., : local.shape[-1]] = local
         pieces = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(pieces, padded, group=tp.group)
+        with exposed.whole(padded.device):
+            dist.all_gather(pieces, padded, group=tp.group)
         return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes, strict=True)], dim=-1)
 
     @staticmethod
@@ -108,7 +112,8 @@ def _reduce_scatter(full: Tensor, tp: TensorParallel) -> Tensor:
         full = padded.flatten(0, 1)
     mine = full.new_empty(most, *full.shape[1:])
     if most:
-        _reduce_scatter_single(mine, full.contiguous(), group=tp.group)
+        with exposed.whole(mine.device):
+            _reduce_scatter_single(mine, full.contiguous(), group=tp.group)
     start, stop = even_split(rows, tp.world, tp.rank)
     return mine[: stop - start]
 
@@ -120,7 +125,8 @@ def _all_gather(mine: Tensor, rows: int, tp: TensorParallel) -> Tensor:
     if mine.shape[0] < most:
         mine = torch.cat([mine, mine.new_zeros(most - mine.shape[0], *mine.shape[1:])])
     full = mine.new_empty(tp.world * most, *mine.shape[1:])
-    _all_gather_single(full, mine.contiguous(), group=tp.group)
+    with exposed.whole(full.device):
+        _all_gather_single(full, mine.contiguous(), group=tp.group)
     if not rows % tp.world:
         return full
     spans = [even_split(rows, tp.world, rank) for rank in range(tp.world)]

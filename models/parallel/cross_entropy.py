@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fused_ops import exposed
 from models.parallel.range_check import outside
 from models.parallel.tensor_parallel import TensorParallel
 
@@ -42,7 +43,8 @@ class _CrossEntropy(torch.autograd.Function):
         rows, columns = scores.shape
         largest = scores.amax(-1) if columns else scores.new_full((rows,), float("-inf"))
         if tp.world > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+            with exposed.whole(largest.device):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
         scores.sub_(largest.unsqueeze(-1))
 
         local = targets - first
@@ -52,7 +54,8 @@ class _CrossEntropy(torch.autograd.Function):
         at_target = at_target.masked_fill(~here, 0)
         sums = torch.stack([scores.exp_().sum(-1), at_target])
         if tp.world > 1:
-            dist.all_reduce(sums, group=tp.group)
+            with exposed.whole(sums.device):
+                dist.all_reduce(sums, group=tp.group)
 
         ignored = targets == IGNORED
         ctx.save_for_backward(scores.div_(sums[0].unsqueeze(-1)), index, here, ignored)

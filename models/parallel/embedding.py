@@ -10,11 +10,7 @@ from models.parallel.collectives import reduce_rows
 from models.parallel.range_check import outside
 from models.parallel.shards import Shard, even_split
 from models.parallel.tensor_parallel import TensorParallel
-
-
-def padded_vocabulary(vocabulary: int, multiple: int) -> int:
-    """`vocabulary` rounded up to a multiple: rows of the table, the same for every number of ranks."""
-    return -(-vocabulary // multiple) * multiple
+from models.parallel.vocabulary import padded_vocabulary
 
 
 class VocabularyParallelEmbedding(nn.Module):

@@ -38,7 +38,7 @@ def column_parallel_linear(
     if total_rows is None:
         return _ColumnParallel.apply(input, weight, bias, tp)
     output = fused_ops.all_gather_gemm(
-        input, weight, bias, total_rows=total_rows, save_gathered=tp.save_gathered, **tp.operator_options
+        input, weight, bias, total_rows=total_rows, save_gathered=tp.save_gathered, **tp.options("all_gather_gemm")
     )
     assert isinstance(output, Tensor)  # nothing else was asked for
     return output
@@ -54,8 +54,9 @@ def row_parallel_linear(
     input, weight, bias = _under_autocast(input, weight, bias)
     if tp.world == 1:
         return F.linear(input, weight, bias)
-    operator = fused_ops.gemm_all_reduce if total_rows is None else fused_ops.gemm_reduce_scatter
-    return operator(input, weight, bias, **tp.operator_options)
+    if total_rows is None:
+        return fused_ops.gemm_all_reduce(input, weight, bias, **tp.options("gemm_all_reduce"))
+    return fused_ops.gemm_reduce_scatter(input, weight, bias, **tp.options("gemm_reduce_scatter"))
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -71,7 +72,7 @@ class _ColumnParallel(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = fused_ops.gemm_all_reduce(grad, weight.t(), **ctx.tp.operator_options)
+            grad_input = fused_ops.gemm_all_reduce(grad, weight.t(), **ctx.tp.options("gemm_all_reduce"))
         if ctx.needs_input_grad[1]:
             grad_weight = grad.t() @ input
         if ctx.has_bias and ctx.needs_input_grad[2]:

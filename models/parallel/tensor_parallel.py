@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ class TensorParallel:
     """Given to every parallel layer at construction.
 
     group: the ranks that share one copy of the model. None: this rank alone, so nothing is split and nothing is fused.
-    comm, channel, require_fused: as the operators of `fused_ops` take them.
+    comm, channel, require_fused: as the operators of `fused_ops` take them; comm may name each operator's.
     sequence_parallel: between the parallel layers each rank holds rows of the activations instead of a copy of them all
         (Korthikanti et al., arXiv 2205.05198). Rows are tokens, split as even as whole rows allow.
     save_gathered: sequence parallel only. Keep the gathered input of a column-parallel linear for its weight gradient; False
@@ -21,7 +22,7 @@ class TensorParallel:
     """
 
     group: dist.ProcessGroup | None = None
-    comm: str = "fused"
+    comm: str | Mapping[str, str] = "fused"
     channel: int = 0
     require_fused: bool = False
     sequence_parallel: bool = False
@@ -42,11 +43,11 @@ class TensorParallel:
     def rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
-    @property
-    def operator_options(self) -> dict[str, Any]:
+    def options(self, operator: str) -> dict[str, Any]:
+        """The keyword arguments of that operator of `fused_ops`."""
         return {
             "group": self.group,
             "channel": self.channel,
-            "comm": self.comm,
+            "comm": self.comm if isinstance(self.comm, str) else self.comm[operator],
             "require_fused": self.require_fused,
         }

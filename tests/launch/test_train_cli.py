@@ -79,8 +79,7 @@ def test_help_is_readable_and_printed_once(tmp_path: Path) -> None:
     assert done.returncode == 0
     for text in (
         "Examples",
-        "comm: auto, baseline, fused",
-        "model: dlrm_kaggle",
+        "Groups (group=option)",
         "trainer.steps",
         "torchrun --nproc-per-node 2",
     ):

@@ -23,12 +23,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.models.dlrm.plain import PlainDLRM
 from tests.ranks import run_ranks
 from tests.trainers import tiny
-from trainers import metrics
 from trainers.checkpoint import Progress
-from trainers.config import RunConfig
+from trainers.config import RunConfig, typed
 from trainers.data.batch import Batch
-from trainers.data.build import build_batches, data_info
-from trainers.engines import make_engine
+from trainers.dlrm import metrics
+from trainers.dlrm.batches import build_batches, data_info
+from trainers.families import make_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STRICT_STEPS = 20
@@ -39,24 +39,22 @@ CONTROLS = 3
 
 def configure(comm: str, steps: int, samples: int, lr: float) -> RunConfig:
     model = OmegaConf.load(CONFIGS / "model" / "dlrm_tiny.yaml")
-    return OmegaConf.to_object(
-        OmegaConf.merge(
-            OmegaConf.structured(RunConfig),
-            {
-                "comm": {
-                    "mode": comm,
-                    "embedding_all_to_all": comm,
-                    "timeout_s": 120.0,
-                    "require_fused": comm == "fused",
-                },
-                "model": model,
-                "data": {"kind": "synthetic", "batch_size": 2048, "num_samples": samples},
-                "optim": {"name": "adagrad", "lr": lr, "eps": 1e-8},
-                "trainer": {"steps": steps, "warmup": 2, "progress": False},
-                "run_dir": tempfile.mkdtemp(prefix="parity"),
-            },
-        )
-    )
+    del model["defaults"]
+    model.family = "dlrm"
+    values = {
+        "comm": {
+            "mode": comm,
+            "embedding_all_to_all": comm,
+            "timeout_s": 120.0,
+            "require_fused": comm == "fused",
+        },
+        "model": model,
+        "data": {"kind": "synthetic", "batch_size": 2048, "num_samples": samples},
+        "optim": {"name": "adagrad", "lr": lr, "eps": 1e-8},
+        "trainer": {"steps": steps, "warmup": 2, "progress": False},
+        "run_dir": tempfile.mkdtemp(prefix="parity"),
+    }
+    return typed(values)
 
 
 def train_sharded(config: RunConfig) -> tuple[list[float], float]:

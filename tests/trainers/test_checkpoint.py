@@ -40,7 +40,7 @@ def _draws():
 
 
 def _resume(config):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(config)
     progress, notes = checkpoint.load(config, engine, checkpoint.find(config.trainer.resume, config.run_dir))
@@ -130,7 +130,7 @@ def test_keeps_the_newest_and_clears_leftovers(tmp_path):
 
 
 def _train_briefly(config):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     def batches(data, model, split, rank, world, start):
         limit = 1 << 20 if split == "train" else 2
@@ -181,7 +181,7 @@ def test_nothing_is_saved_after_an_operator_recorded_an_error(tmp_path):
 
 def _save_with_a_recorded_error(config):
     import fused_ops
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     def recorded(group=None):
         raise fused_ops.CommunicationError("a recorded error")
@@ -218,7 +218,7 @@ def test_checkpoints_that_training_does_not_go_on_from_are_set_aside(tmp_path):
 
 def _save_onto_a_full_disk(config):
     """Files of this process end at 2000 bytes, as on a disk that fills up."""
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(config)
     checkpoint.save(config, engine, Progress(step=1))

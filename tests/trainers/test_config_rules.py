@@ -8,17 +8,24 @@ from typing import Any
 import pytest
 
 from trainers import config_rules
-from trainers.config import CommConfig, DataConfig, ModelConfig, RunConfig
-from trainers.config_rules import RULES, ConfigError, check, did_you_mean, implemented_backends
+from trainers.config import CommConfig, ConfigError, RunConfig
+from trainers.config_rules import RULES, check, did_you_mean, implemented_backends
+from trainers.dlrm.config import ClicksConfig, DLRMConfig
 
 
 def good() -> RunConfig:
     return RunConfig(
-        comm=CommConfig(mode="fused", embedding_all_to_all="fused"),
-        model=ModelConfig(
+        comm=CommConfig(
+            mode="fused",
+            embedding_all_to_all="fused",
+            gemm_all_reduce="fused",
+            gemm_reduce_scatter="fused",
+            all_gather_gemm="fused",
+        ),
+        model=DLRMConfig(
             name="small", embedding_dim=8, table_rows=[10] * 26, bottom_mlp=[16, 8], top_mlp=[16, 1], interaction="dot"
         ),
-        data=DataConfig(kind="random", batch_size=4),
+        data=ClicksConfig(kind="random", batch_size=4),
     )
 
 
@@ -44,7 +51,7 @@ BROKEN = [
     ),
     ("_choices", {"data__kind": "cirteo"}, "did you mean 'criteo'?"),
     ("_choices", {"optim__name": "rowise_adagrad"}, "did you mean 'rowwise_adagrad'?"),
-    ("_choices", {"optim__name": "lion"}, "allowed: sgd, adagrad, rowwise_adagrad, adam"),
+    ("_choices", {"optim__name": "lion"}, "allowed: sgd, adagrad, rowwise_adagrad, adam, adamw"),
     ("_choices", {"model__embedding_dtype": "bf16"}, "allowed: fp32, fp16"),
     ("_choices", {"model__out_of_range": "wrap"}, "allowed: error, clamp, hash"),
     ("_choices", {"logger__wandb_mode": "onlin"}, "did you mean 'online'?"),
@@ -57,25 +64,6 @@ BROKEN = [
     ("_ranges", {"comm__timeout_s": 0.0}, "comm.timeout_s=0.0"),
     ("_ranges", {"trainer__keep_checkpoints": 0}, "trainer.keep_checkpoints=0"),
     ("_ranges", {"dry_run_ranks": 0}, "dry_run_ranks=0"),
-    ("_tables", {"model__table_rows": []}, "model.table_rows must list"),
-    ("_tables", {"model__table_rows": [5, 0]}, "model.table_rows must list"),
-    ("_tables", {"model__multi_hot_sizes": [1, 2]}, "model.multi_hot_sizes has 2 entries and model.table_rows 26"),
-    ("_tables", {"model__multi_hot_sizes": [0] * 26}, "at least 1 everywhere"),
-    ("_layers", {"model__bottom_mlp": [16, 4]}, "model.bottom_mlp ends in 4 and model.embedding_dim is 8"),
-    ("_layers", {"model__bottom_mlp": []}, "model.bottom_mlp=[]"),
-    ("_layers", {"model__top_mlp": [16, 2]}, "it must end in 1"),
-    ("_layers", {"model__top_mlp": [1]}, "needs a hidden width"),
-    ("_data", {"data__kind": "criteo"}, "data=criteo needs data.path"),
-    ("_data", {"data__kind": "criteo", "data__path": "/no/such/place"}, "data.path=/no/such/place is not a directory"),
-    ("_data", {"data__path": "/tmp"}, "means nothing with data=random"),
-    ("_data", {"data__num_samples": 10}, "is for data=synthetic only"),
-    ("_data", {"data__kind": "synthetic"}, "data.num_samples is needed"),
-    (
-        "_data",
-        {"data__kind": "synthetic", "data__num_samples": 9, "model__multi_hot_sizes": [2] * 26},
-        "one id a feature",
-    ),
-    ("_data", {"data__kind": "synthetic", "data__num_samples": 9, "model__num_dense": 4}, "takes 4 and 26"),
     ("_fused", {**BASELINE, "comm__require_fused": True}, "comm.require_fused=true contradicts comm=baseline"),
     ("_fused", {**AUTO, "comm__require_fused": True}, "comm.require_fused=true contradicts comm=auto; drop"),
     (
@@ -86,13 +74,21 @@ BROKEN = [
     ("_backend", {"comm__backend": "cuda"}, "comm.backend=cuda works on a GPU, and trainer.device is cpu"),
     ("_backend", {"comm__backend": "host", "trainer__device": "cuda"}, "comm.backend=host works on CPU tensors"),
     ("_backend", {**AUTO, "comm__backend": "host"}, "comm.backend=host contradicts comm.embedding_all_to_all=auto"),
-    ("_plain_gradients", {"optim__clip_norm": 1.0}, "optim.clip_norm=1.0 needs the tables' gradients"),
-    ("_plain_gradients", {"optim__accumulate": 2}, "set optim.in_backward=false"),
     ("_schedule", {"optim__decay_start": 5}, "needs optim.decay_steps"),
     ("_schedule", {"optim__decay_start": 5, "optim__decay_steps": 5, "optim__warmup_steps": 9}, "comes before the end"),
     ("_resume", {"trainer__resume": "/no/such/place"}, "trainer.resume=/no/such/place is not a directory"),
     ("_shared_card", {"trainer__ranks_per_gpu": 2}, "trainer.ranks_per_gpu=2 is about GPUs, and trainer.device is cpu"),
-    ("_adam", {"optim__name": "adam"}, "needs a GPU, as FBGEMM has no Adam on the CPU"),
+    ("_choices", {"model__family": "gnn"}, "allowed: dlrm, transformer"),
+    (
+        "_choices",
+        {"data__kind": "text"},
+        "data=text is for another family: model small is a dlrm, which reads data=criteo or",
+    ),
+    ("_engine", {"engine__kind": "deepspeed"}, "engine=deepspeed does not train a dlrm; allowed for model small: ddp"),
+    ("_ranges", {"optim__betas": [0.9]}, "optim.betas=[0.9] must be two numbers"),
+    ("_ranges", {"optim__min_lr": -1.0}, "optim.min_lr=-1.0 must be zero or positive"),
+    ("_schedule", {"optim__decay": "cosine", "optim__min_lr": 1.0}, "optim.min_lr=1.0 is above optim.lr=0.1"),
+    ("_schedule", {"optim__decay": "quadratic"}, "needs optim.decay_steps"),
 ]
 
 

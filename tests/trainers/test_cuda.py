@@ -74,7 +74,7 @@ def test_the_parts_of_a_step_add_up(tmp_path):
 
 
 def _go_on(whole, stopping, going_on):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     device.take(whole.trainer)
     straight = tiny.losses(tiny.train(whole))
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_on(optim, comm, tmp_path):
 
 
 def _bad_index(config):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     device.take(config.trainer)
 

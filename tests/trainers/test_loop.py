@@ -89,7 +89,7 @@ def _train_on_slices(configs):
             if split != "train" and number == 3:
                 return
 
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     return [tiny.run_loop(config, make_engine(config), Progress(), stream) for config in configs]
 
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_keeps_the_batch(comm, tm
 
 
 def _train_with_a_nan(config):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
     from trainers.loop import NonFiniteLossError
 
     def batches(data, model, split, rank, world, start):
@@ -154,7 +154,7 @@ def test_the_schedule_reaches_the_updates(tmp_path):
 
 
 def _train_on_one_batch(configs):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     def batches(data, model, split, rank, world, start):
         for _ in range(8):

@@ -5,7 +5,7 @@ from trainers.schedule import learning_rate_factor
 
 
 def _factors(steps, **optim):
-    return [learning_rate_factor(OptimConfig(**optim), step) for step in range(steps)]
+    return [learning_rate_factor(OptimConfig(**optim), step, steps) for step in range(steps)]
 
 
 def test_constant_unless_asked():
@@ -26,3 +26,12 @@ def test_decay_of_no_steps_is_zero_from_its_start():
 
 def test_warm_up_wins_over_decay():
     assert _factors(3, warmup_steps=2, decay_start=1, decay_steps=10)[:2] == pytest.approx([0.5, 1.0])
+
+
+def test_cosine_goes_from_the_warm_ups_end_to_the_least_rate():
+    factors = _factors(9, lr=0.4, warmup_steps=2, decay="cosine", decay_steps=4, min_lr=0.1)
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.8902, 0.625, 0.3598, 0.25, 0.25, 0.25], abs=1e-4)
+
+
+def test_cosine_of_no_steps_goes_to_the_end_of_training():
+    assert _factors(5, decay="cosine") == pytest.approx([1.0, 0.9045, 0.6545, 0.3455, 0.0955], abs=1e-4)

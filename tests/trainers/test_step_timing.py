@@ -43,7 +43,7 @@ def _late_ranks(config, where):
     """Rank 1 is LATE_S late in every step, at one place; what rank 0's clock says of the last steps."""
     import torch.distributed as dist
 
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(config)
     late = dist.get_rank() == 1

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from trainers import loop
 from trainers.checkpoint import Progress
-from trainers.config import DataConfig, ModelConfig, RunConfig
+from trainers.config import RunConfig, typed
 from trainers.data.batch import Batch, cat_keys
-from trainers.engines import Engine, make_engine
+from trainers.dlrm.config import ClicksConfig, DLRMConfig
+from trainers.engine import Engine
+from trainers.families import make_engine
 
 ROWS = [50, 3, 120, 40, 7]
 HOT = [1, 2, 4, 1, 3]
@@ -23,9 +24,10 @@ NUM_DENSE = 4
 
 def config(run_dir: Any, comm: str = "baseline", **groups: dict[str, Any]) -> RunConfig:
     """`groups` overrides: config(tmp, optim={"lr": 0.1}, trainer={"steps": 5})."""
-    base = {
+    base: dict[str, dict[str, Any]] = {
         "comm": {"mode": comm, "embedding_all_to_all": comm, "timeout_s": 60.0},
         "model": {
+            "family": "dlrm",
             "name": "tiny",
             "num_dense": NUM_DENSE,
             "embedding_dim": 16,
@@ -37,12 +39,13 @@ def config(run_dir: Any, comm: str = "baseline", **groups: dict[str, Any]) -> Ru
         "data": {"kind": "random", "batch_size": 24, "num_samples": 480},
         "optim": {"lr": 0.5},
         "trainer": {"steps": 20, "warmup": 2, "progress": False},
-        "run_dir": str(run_dir),
     }
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), base, groups))
+    for group, keys in groups.items():
+        base[group] = base.get(group, {}) | keys
+    return typed(base | {"run_dir": str(run_dir)})  # type: ignore[arg-type]
 
 
-def global_batch(model: ModelConfig, number: int, size: int, split: str = "train") -> Batch:
+def global_batch(model: DLRMConfig, number: int, size: int, split: str = "train") -> Batch:
     """Bags of 0 to `multi_hot_sizes` ids; the label leans on the dense features and on the parity of table 0's id."""
     generator = torch.Generator().manual_seed(number + (1 << 20) * (split != "train"))
     dense = torch.randn(size, model.num_dense, generator=generator)
@@ -69,7 +72,7 @@ def part(batch: Batch, first: int, last: int) -> Batch:
 
 
 def build_batches(
-    data: DataConfig, model: ModelConfig, split: str, rank: int, world: int, start_step: int = 0
+    data: ClicksConfig, model: DLRMConfig, split: str, rank: int, world: int, start_step: int = 0
 ) -> Iterator[Batch]:
     """`num_samples` samples in global batches, split as evenly as they go; the last may be partial."""
     samples, size = data.num_samples or 1 << 30, data.batch_size

@@ -26,7 +26,7 @@ def _distribute_all(policies):
 def _distribute(policy):
     import torch.distributed as dist
 
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(tiny.config("", model={"out_of_range": policy}))
     rank = dist.get_rank()
@@ -54,7 +54,7 @@ def test_indices_reach_the_owners_and_come_into_range():
 
 def _guarded():
     from models.dlrm.index_distribution import IndexDistribution
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(tiny.config(""))
     guarded = IndexDistribution(engine.indices.collection, guard=True)

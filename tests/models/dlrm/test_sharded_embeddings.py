@@ -21,7 +21,7 @@ def _embed(config, constraints):
     """Pooled embeddings, names and state of a collection whose tables 1 and 2 are cut into columns."""
     import torch.distributed as dist
 
-    from trainers.engines import ddp
+    from trainers.dlrm import engine as ddp
 
     planned = ddp.build_plan
     ddp.build_plan = lambda *args, **kwargs: planned(*args, constraints=constraints, **kwargs)

@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from models.parallel.embedding import VocabularyParallelEmbedding, padded_vocabulary
+from models.parallel.embedding import VocabularyParallelEmbedding
 from models.parallel.shards import even_split, load_full
 from models.parallel.tensor_parallel import TensorParallel
+from models.parallel.vocabulary import padded_vocabulary
 from tests.models.close import assert_close, assert_same_on_all_ranks
 from tests.ranks import run_ranks
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from tests.trainers.data.clicks import save
-from trainers.config import DataConfig, ModelConfig
 from trainers.data import synthetic
-from trainers.data.build import build_batches, data_info
 from trainers.data.errors import DataError
+from trainers.dlrm.batches import build_batches, data_info
+from trainers.dlrm.config import ClicksConfig, DLRMConfig
 
-MODEL = ModelConfig(
+MODEL = DLRMConfig(
     name="m", embedding_dim=4, table_rows=[30] * 25 + [300], bottom_mlp=[8, 4], top_mlp=[8, 1], out_of_range="error"
 )
-SYNTHETIC = DataConfig(kind="synthetic", batch_size=64, num_samples=3000, seed=1)
+SYNTHETIC = ClicksConfig(kind="synthetic", batch_size=64, num_samples=3000, seed=1)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_path_of_other_data_is_kept(tmp_path):
 
 
 def test_criteo_with_and_without_the_check(tmp_path):
-    data = DataConfig(kind="criteo", path=str(save(tmp_path / "d", [20, 10], rows=100)), batch_size=20)
+    data = ClicksConfig(kind="criteo", path=str(save(tmp_path / "d", [20, 10], rows=100)), batch_size=20)
     with pytest.raises(DataError, match="cat_0 has id"):
         next(iter(build_batches(data, MODEL, "train")))
     assert len(next(iter(build_batches(data, replace(MODEL, out_of_range="hash"), "train")))) == 20
@@ -91,7 +91,7 @@ def test_multi_hot_sizes_must_agree(tmp_path):
     for day, samples in enumerate((20, 10)):
         arrays = {str(i): np.zeros((samples, 2), np.int32) for i in range(26)}
         np.savez(tmp_path / f"day_{day}_sparse_multi_hot.npz", **arrays)
-    data = DataConfig(kind="criteo", path=str(tmp_path), batch_size=4)
+    data = ClicksConfig(kind="criteo", path=str(tmp_path), batch_size=4)
     batch = next(iter(build_batches(data, replace(MODEL, multi_hot_sizes=[2] * 26), "train")))
     assert batch.sparse.values().numel() == 4 * 26 * 2
     with pytest.raises(DataError, match="multi_hot_sizes is"):
@@ -100,7 +100,7 @@ def test_multi_hot_sizes_must_agree(tmp_path):
 
 def test_random_fits_any_model():
     model = replace(MODEL, num_dense=5, table_rows=[9, 8], multi_hot_sizes=[4, 2])
-    data = DataConfig(kind="random", batch_size=6, eval_batch_size=3)
+    data = ClicksConfig(kind="random", batch_size=6, eval_batch_size=3)
     batch = next(iter(build_batches(data, model, "train", rank=1, world=4)))
     assert batch.dense.shape == (2, 5)
     assert batch.sparse.values().numel() == 2 * 6
@@ -120,4 +120,4 @@ def test_random_fits_any_model():
 )
 def test_bad_configs(data, model, reason):
     with pytest.raises(DataError, match=reason):
-        build_batches(DataConfig(batch_size=4, **data), replace(MODEL, **model), "train")
+        build_batches(ClicksConfig(batch_size=4, **data), replace(MODEL, **model), "train")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainers.engines.sharded_state import regroup
+from trainers.optimizer_states import regroup
 
 ROWS = 3
 

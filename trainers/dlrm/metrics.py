@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
+
+from trainers.dlrm.feed import ClickWork
 
 DEGENERATE_AUC = 0.005  # this close to 0.5 a ranking says nothing
 
@@ -34,6 +37,24 @@ class Evaluation:
     def as_event(self, step: int) -> dict[str, Any]:
         values = {"loss": self.loss, "auc": self.auc, "ne": self.ne, "samples": self.samples}
         return {"event": "eval", "step": step, **values, "warnings": self.warnings}
+
+
+class ClickEvaluation:
+    """See `trainers.engine.Evaluation`. `forward`: logits [b] of this rank's samples."""
+
+    def __init__(self, forward: Callable[[ClickWork], torch.Tensor]) -> None:
+        self._forward = forward
+        self._logits, self._labels = [torch.zeros(0)], [torch.zeros(0)]
+
+    def add(self, work: ClickWork) -> None:
+        self._logits.append(self._forward(work).cpu())
+        self._labels.append(work.batch.labels.float().cpu())
+
+    def event(self, step: int) -> dict[str, Any] | None:
+        logits, labels = gather(torch.cat(self._logits)), gather(torch.cat(self._labels))
+        if logits is None or labels is None:
+            return None
+        return evaluate(logits, labels).as_event(step)
 
 
 def evaluate(logits: torch.Tensor, labels: torch.Tensor) -> Evaluation:

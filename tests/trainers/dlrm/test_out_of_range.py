@@ -26,7 +26,7 @@ def _with_bad_index(value, rank_at_fault=0):
 
 def _refusals(path):
     """(message, steps trained) of every mode; one process, since the words are what this looks at."""
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     found = []
     for comm, in_backward, value in itertools.product(["baseline", "fused"], [True, False], [-1, 120, 1 << 40]):

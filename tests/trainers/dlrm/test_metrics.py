@@ -3,7 +3,7 @@ import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
 from tests.ranks import run_ranks
-from trainers.metrics import evaluate, gather
+from trainers.dlrm.metrics import evaluate, gather
 
 
 def _samples(n, seed=0):

@@ -1,20 +1,20 @@
-"""From a run's config to its batches."""
+"""From a run's config to its batches of clicks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainers.config import DataConfig, ModelConfig
 from trainers.data.arrays import Dataset
 from trainers.data.batch import Batch
 from trainers.data.criteo import CriteoBatches
 from trainers.data.errors import DataError
+from trainers.data.info import DataInfo
 from trainers.data.layout import NUM_DENSE, NUM_SPARSE
 from trainers.data.random_batches import RandomBatches
 from trainers.data.synthetic import synthetic_directory
+from trainers.dlrm.config import ClicksConfig, DLRMConfig
 
 RANDOM_EVAL_BATCHES = 16
 
@@ -31,19 +31,8 @@ class Batches(Protocol):
     def max_ids(self) -> list[int] | None: ...
 
 
-@dataclass
-class DataInfo:
-    """What a run's input is, for its summary."""
-
-    name: str
-    synthetic: bool
-    bayes_auc: float | None  # the best AUC any model can reach; None where it is not known
-    samples: dict[str, int | None]  # a split; None = endless
-    max_ids: list[int] | None
-
-
 def build_batches(
-    data: DataConfig, model: ModelConfig, split: str, rank: int = 0, world: int = 1, start_step: int = 0
+    data: ClicksConfig, model: DLRMConfig, split: str, rank: int = 0, world: int = 1, start_step: int = 0
 ) -> Batches:
     """Batches of `split` (train: endless; val, test: once through) for rank `rank` of `world`.
 
@@ -85,12 +74,12 @@ def build_batches(
     return batches
 
 
-def data_info(data: DataConfig, model: ModelConfig) -> DataInfo:
+def data_info(data: ClicksConfig, model: DLRMConfig) -> DataInfo:
     """What `build_batches` with this config reads. Makes synthetic data if it is not there yet."""
     if data.kind == "random":
         samples: dict[str, int | None] = {"train": None}
         samples |= dict.fromkeys(("val", "test"), RANDOM_EVAL_BATCHES * (data.eval_batch_size or data.batch_size))
-        return DataInfo("random", True, 0.5, samples, [rows - 1 for rows in model.table_rows])
+        return DataInfo("random", True, samples, 0.5, [rows - 1 for rows in model.table_rows])
     directory = _directory(data, model)
     dataset = Dataset(directory, model.multi_hot_sizes is not None)
     meta = dataset.meta
@@ -103,7 +92,7 @@ def data_info(data: DataConfig, model: ModelConfig) -> DataInfo:
     )
 
 
-def _directory(data: DataConfig, model: ModelConfig) -> Path:
+def _directory(data: ClicksConfig, model: DLRMConfig) -> Path:
     if model.num_dense != NUM_DENSE or len(model.table_rows) != NUM_SPARSE:
         raise DataError(
             f"data={data.kind} has {NUM_DENSE} dense and {NUM_SPARSE} categorical features, model {model.name} takes "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
@@ -23,9 +24,15 @@ from models.dlrm.init import fill_tables
 from models.dlrm.model import build_dlrm
 from models.dlrm.plan import build_plan
 from models.dlrm.sharded_embeddings import FusedEmbeddingBagCollectionSharder, FusedShardedEmbeddingBagCollection
-from trainers import device
+from trainers import device, optimizer_states
 from trainers.config import RunConfig
-from trainers.engines import sharded_state
+from trainers.data.batch import Batch
+from trainers.dlrm import sharded_state
+from trainers.dlrm.config import DLRMConfig
+from trainers.dlrm.feed import ClickFeed, ClickWork
+from trainers.dlrm.metrics import ClickEvaluation
+from trainers.engine import Replica
+from trainers.step_timing import StepTimer
 
 IN_BACKWARD = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -43,18 +50,21 @@ class DDPEngine:
     """Builds the model on the default process group. The first weights depend on `trainer.seed` alone."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, optim = config, config.optim
+        assert isinstance(config.model, DLRMConfig)
+        self._config, self._shape, optim = config, config.model, config.optim
         if optim.in_backward and (optim.clip_norm is not None or optim.accumulate > 1):
             raise ValueError(
                 "optim.clip_norm and optim.accumulate need whole gradients: set optim.in_backward=false "
                 "(with optim.in_backward=true tables are updated inside backward)"
             )
         self.device = device.current(config.trainer)
+        world = dist.get_world_size()
+        self.replica = Replica(dist.get_rank(), world, tuple(range(world)))
         torch.manual_seed(config.trainer.seed)
-        model = build_dlrm(config.model)
+        model = build_dlrm(self._shape)
         plan = build_plan(
-            config.model,
-            dist.get_world_size(),
+            self._shape,
+            world,
             in_backward=optim.in_backward,
             model=model,
             devices=_devices_of_ranks(self.device),
@@ -69,7 +79,7 @@ class DDPEngine:
         self._ddp = next(m for m in self.model.modules() if isinstance(m, DistributedDataParallel))
         self._collection = next(m for m in self.model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
         unchecked = self.device.type == "cuda" and not optim.in_backward and not _runs_operator(config)
-        self.indices = IndexDistribution(self._collection, config.model.out_of_range, guard=unchecked)
+        self.indices = IndexDistribution(self._collection, self._shape.out_of_range, guard=unchecked)
         self._tables = {name: weight for name, weight in self.model.state_dict().items() if TABLES in name}
         fill_tables(self._tables, config.trainer.seed)
 
@@ -95,12 +105,26 @@ class DDPEngine:
         self.set_learning_rate(1.0)
 
     def forward(self, dense: torch.Tensor, indices: DistributedIndices) -> torch.Tensor:
+        """Logits [b] in fp32 of this rank's b samples."""
         features: Any = indices
         if self._config.trainer.compile and isinstance(self._collection, FusedShardedEmbeddingBagCollection):
             features = self._collection.join(indices.context, indices.indices)
         enabled = self._config.trainer.dense_dtype == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             return self.model(dense, features)
+
+    def feed(self, batches: Iterator[Batch], timer: StepTimer) -> ClickFeed:
+        return ClickFeed(batches, self.indices, self.device, timer, self._shape)
+
+    def loss(self, work: ClickWork) -> torch.Tensor:
+        work.logits = self.forward(work.batch.dense, work.indices)
+        return binary_cross_entropy_with_logits(work.logits, work.batch.labels.float(), reduction="sum")
+
+    def evaluation(self) -> ClickEvaluation:
+        return ClickEvaluation(lambda work: self.forward(work.batch.dense, work.indices))
+
+    def throughput(self, total: int, samples: int, seconds: float) -> dict[str, float | None]:
+        return {"samples_per_s": samples / seconds}
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         with nullcontext() if last else self._ddp.no_sync():
@@ -117,12 +141,12 @@ class DDPEngine:
                 kernel.emb_module.weights.grad = None
         self._steps += 1
 
-    def check(self, indices: DistributedIndices) -> None:
+    def check(self, work: ClickWork) -> None:
         self.indices.check()
         try:
             fused_ops.check_errors()
         except ValueError:
-            check_range(indices.indices, rows_of_features(self._collection))
+            check_range(work.indices.indices, rows_of_features(self._collection))
             raise
         if self.device.type == "cuda" and self._config.optim.in_backward and not _runs_operator(self._config):
             counts = [kernel.emb_module.bounds_check_warning for kernel in self._kernels()]
@@ -154,15 +178,18 @@ class DDPEngine:
         return self.model.state_dict()
 
     def optimizer_state(self) -> dict[str, Any]:
-        states: dict[str, Any] = {**sharded_state.dense(self._dense_optimizer, self._dense)}
+        states: dict[str, Any] = {**optimizer_states.flat(self._dense_optimizer, self._dense)}
         if self._config.optim.name == "adam":
             states[STEPS] = self._steps
         if self._config.optim.in_backward:
             return states | sharded_state.fused(self.model.fused_optimizer)
         return states | sharded_state.plain(self._config.optim.name, self._table_optimizer, self._slices, self._tables)
 
+    def loaded(self) -> None:
+        """States are views into the memory that trains."""
+
     def describe(self) -> dict[str, Any]:
-        model, optim = self._config.model, self._config.optim
+        model, optim = self._shape, self._config.optim
         keys = ("num_dense", "embedding_dim", "table_rows", "bottom_mlp", "top_mlp", "interaction", "pooling")
         shape: dict[str, Any] = {f"model.{key}": getattr(model, key) for key in (*keys, "embedding_dtype")}
         if model.interaction == "dcnv2":
@@ -214,6 +241,7 @@ def _sharder(config: RunConfig) -> EmbeddingBagCollectionSharder:
     if optim.in_backward:
         params = {"optimizer": IN_BACKWARD[optim.name], "learning_rate": optim.lr, "eps": optim.eps}
         params["bounds_check_mode"] = BOUNDS_CHECKS[config.trainer.device]
+    assert isinstance(config.model, DLRMConfig)
     if config.model.embedding_dtype == "fp16":
         params["output_dtype"] = SparseType.FP16  # dtype in, dtype out, in both modes
     if _runs_operator(config):
@@ -231,5 +259,5 @@ def _optimizer(
     if name == "rowwise_adagrad" and not dense:
         return RowWiseAdagrad(list(parameters), lr=lr, eps=eps)
     if name == "adam":
-        return sharded_state.with_states(torch.optim.Adam(list(parameters), lr=lr, eps=eps))
+        return optimizer_states.with_states(torch.optim.Adam(list(parameters), lr=lr, eps=eps))
     return torch.optim.Adagrad(list(parameters), lr=lr, eps=eps)

@@ -2,7 +2,7 @@ import pytest
 
 from tests.ranks import RankError, run_ranks
 from tests.trainers import tiny
-from trainers.feed import Feed, empty_batch
+from trainers.dlrm.feed import empty_batch
 from trainers.step_timing import StepTimer
 
 
@@ -22,19 +22,19 @@ def _hand_out(config, counts):
     """Batch sizes that this rank saw, until nobody had samples; ranks have different numbers of batches."""
     import torch.distributed as dist
 
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
     engine = make_engine(config)
     number = counts[dist.get_rank()]
     batches = (tiny.part(tiny.global_batch(config.model, i, 4), 0, 2) for i in range(number))
-    feed = Feed(batches, engine, StepTimer(), config.model)
+    feed = engine.feed(batches, StepTimer())
     seen = []
     feed.fetch()
     feed.send()
     while True:
-        batch, indices = feed.take()
-        seen.append((len(batch), indices.batch_sizes))
-        if not any(indices.batch_sizes):
+        work = feed.take()
+        seen.append((len(work.batch), work.indices.batch_sizes))
+        if not work.total:
             break
         feed.fetch()
         feed.send()
@@ -50,9 +50,9 @@ def test_ranks_stop_together_when_the_last_has_no_samples(tmp_path):
 
 
 def _take_first(config):
-    from trainers.engines import make_engine
+    from trainers.families import make_engine
 
-    Feed(iter(()), make_engine(config), StepTimer(), config.model).take()
+    make_engine(config).feed(iter(()), StepTimer()).take()
 
 
 def test_taking_what_was_not_fetched_is_an_error(tmp_path):

@@ -1,8 +1,7 @@
-"""Optimizer states as flat dictionaries that `torch.distributed.checkpoint` can save, load in place and reshard.
+"""Optimizer states of tables, flat (see `trainers.optimizer_states`) and sharded as the tables are.
 
-Keys are `<parameter>|<state>`. A table's state is sharded as the table is. Row-wise Adagrad keeps one number a row *of
-each column slice*, so its state is [slices * rows], slice after slice; `regroup` turns one number of slices into
-another.
+Row-wise Adagrad keeps one number a row *of each column slice*, so its state is [slices * rows], slice after slice;
+`optimizer_states.regroup` turns one number of slices into another.
 """
 
 from __future__ import annotations
@@ -16,13 +15,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 # What torch's optimizers keep of a table, but for Adam's step, which is the same for all.
 STATES = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
-
-
-def dense(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """States of replicated parameters, the same on every rank."""
-    return {
-        f"{name}|{key}": value for name, p in parameters.items() for key, value in optimizer.state.get(p, {}).items()
-    }
 
 
 def fused(optimizer: KeyedOptimizer) -> dict[str, ShardedTensor]:
@@ -53,14 +45,6 @@ def plain(
     return states
 
 
-def with_states(adam: torch.optim.Adam) -> torch.optim.Adam:
-    """With the states that torch makes in the first step only, so that a checkpoint can be loaded before it."""
-    for group in adam.param_groups:
-        for p in group["params"]:
-            adam.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return adam
-
-
 def _like(weight: ShardedTensor, state: torch.Tensor | None, rowwise: bool) -> ShardedTensor:
     """`state`, this rank's slices one below the other, sharded as `weight` is: [rows, dim], or [slices * rows]."""
     metadata = copy.deepcopy(weight.metadata())
@@ -81,18 +65,3 @@ def _like(weight: ShardedTensor, state: torch.Tensor | None, rowwise: bool) -> S
         for part, local in zip(state.chunk(len(held)), held, strict=True):
             shards.append(Shard(part.view(-1) if rowwise else part, placed[tuple(local.metadata.shard_offsets)]))
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
-
-
-def regroup(saved: torch.Tensor, rows: int, slices: int) -> torch.Tensor:
-    """Row-wise states [m * rows] of m equal column slices as those of `slices` equal slices, [slices * rows].
-
-    A slice's number is a mean over its columns: wider slices average what they cover, narrower ones inherit.
-    """
-    m = saved.numel() // rows
-    saved = saved.view(m, rows)
-    if slices % m == 0:
-        return saved.repeat_interleave(slices // m, dim=0).reshape(-1)
-    if m % slices == 0:
-        return saved.view(slices, m // slices, rows).mean(dim=1).reshape(-1)
-    fine = saved.repeat_interleave(slices, dim=0)  # m * slices slices
-    return fine.view(slices, m, rows).mean(dim=1).reshape(-1)

@@ -1,31 +1,26 @@
-"""Prints what a run would be: its resolved config, parameter count, bytes a rank and sharding plan."""
+"""A DLRM's parameter count, sharding plan and bytes a rank."""
 
 from __future__ import annotations
 
-import dataclasses
-
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from trainers.config import RunConfig
+from trainers.dlrm.config import DLRMConfig
 
 MIB = 1 << 20
 
 
-def report(config: RunConfig, world: int) -> None:
-    """Prints to stdout. Needs no process group and no memory for the tables."""
+def report(config: RunConfig, world: int, console: Console) -> None:
     from models.dlrm.model import dense_parameter_count, table_parameter_count
     from models.dlrm.plan import describe_plan
 
-    console = Console(width=120, highlight=False)
-    console.print(_yaml(config), markup=False)
-    tables, dense = table_parameter_count(config.model), dense_parameter_count(config.model)
-    console.print(
-        f"parameters: {tables + dense:,} ({tables:,} in {len(config.model.table_rows)} tables, {dense:,} dense)"
-    )
+    model = config.model
+    assert isinstance(model, DLRMConfig)
+    tables, dense = table_parameter_count(model), dense_parameter_count(model)
+    console.print(f"parameters: {tables + dense:,} ({tables:,} in {len(model.table_rows)} tables, {dense:,} dense)")
 
-    plan = describe_plan(config.model, world)
+    plan = describe_plan(model, world)
     rows = Table(
         "table", "rows", "dim", "sharding", "rank, or rank:first column", "MiB", title=f"sharding plan of {world} ranks"
     )
@@ -54,20 +49,11 @@ def report(config: RunConfig, world: int) -> None:
     console.print(sizes)
 
 
-def _yaml(config: RunConfig) -> str:
-    class InlineLists(yaml.SafeDumper):
-        pass
-
-    InlineLists.add_representer(list, lambda d, v: d.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True))
-    keys = dataclasses.asdict(config)
-    del keys["run_dir"]  # nothing is written
-    return yaml.dump(keys, Dumper=InlineLists, sort_keys=False, width=110)
-
-
 def _table_bytes(config: RunConfig, plan: list, world: int) -> list[tuple[int, int]]:
     """(weights, optimizer states) of each rank's tables; states are fp32 in FBGEMM whatever the weights are."""
     from models.dlrm.plan import bytes_per_rank
 
+    assert isinstance(config.model, DLRMConfig)
     weights = bytes_per_rank(plan, world)
     element = {"fp32": 4, "fp16": 2}[config.model.embedding_dtype]
     states = [0] * world
