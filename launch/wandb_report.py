@@ -31,7 +31,10 @@ PART_TITLES = {
     "compute_ms": "of it: compute, ms",
     "exposed_comm_ms": "of it: exposed communication, ms",
 }
-COLUMNS = ("status", "summary/step_ms", "summary/exposed_comm_ms", "summary/samples_per_s", "summary/auc", "summary/ne")
+COLUMNS = (
+    *("status", "summary/step_ms", "summary/exposed_comm_ms", "summary/samples_per_s", "summary/tokens_per_s"),
+    *("summary/mfu", "summary/auc", "summary/ne", "summary/perplexity"),
+)
 
 
 def build_report(entity: str, project: str, group: str | None = None) -> wr.Report:
@@ -109,6 +112,8 @@ def _quality_panels() -> list[Any]:
         _line("Evaluation AUC", "eval/auc", wr.Layout(x=12, y=0, **half)),
         _line("Evaluation NE", "eval/ne", wr.Layout(x=0, y=9, **half)),
         _bar("AUC at the end", "summary/auc", wr.Layout(x=12, y=9, **half)),
+        _line("Evaluation perplexity", "eval/perplexity", wr.Layout(x=0, y=18, **half)),
+        _bar("Perplexity at the end", "summary/perplexity", wr.Layout(x=12, y=18, **half)),
     ]
 
 
@@ -118,7 +123,8 @@ def _time_panels() -> list[Any]:
         _line("Exposed communication, ms", "train/exposed_comm_ms", wr.Layout(x=12, y=0, w=12, h=9)),
         _bar("Samples per second", "summary/samples_per_s", wr.Layout(x=0, y=9, w=12, h=7)),
     ]
-    places = [(12, 9), (0, 16), (12, 16), (0, 23), (12, 23)]
+    panels.append(_bar("Tokens per second", "summary/tokens_per_s", wr.Layout(x=12, y=9, w=12, h=7)))
+    places = [(0, 16), (12, 16), (0, 23), (12, 23), (0, 30)]
     for key, (x, y) in zip(TIMINGS, places, strict=True):
         panels.append(_bar(PART_TITLES[key], f"summary/{key}", wr.Layout(x=x, y=y, w=12, h=7)))
     return panels

@@ -92,7 +92,9 @@ def tiles(comparison: Comparison) -> list[Tile]:
     ]
     if len(pairs) == 1:
         run, baseline = pairs[0].run, pairs[0].baselines[0]
-        for heading, key, digits in (("samples per second", "samples_per_s", 0), ("AUC", "auc", 4)):
+        is_text = run["perplexity"] is not None
+        speed = ("tokens per second", "tokens_per_s", 0) if is_text else ("samples per second", "samples_per_s", 0)
+        for heading, key, digits in (speed, ("perplexity", "perplexity", 3) if is_text else ("AUC", "auc", 4)):
             found.append(Tile(heading, number(run[key], digits), f"baseline {number(baseline[key], digits)}"))
     if early:
         found.append(Tile("early loss difference", small(max(early)), f"relative, first {EARLY_STEPS} steps"))

@@ -18,7 +18,7 @@ from launch.page.comparison import EARLY_STEPS, LOSS_TOLERANCE, Comparison, Row
 ABSENT = "\N{EN DASH}"
 STEP_TIME = (
     *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s"),
-    "step_reduction_percent",
+    *("tokens_per_s", "mfu", "step_reduction_percent"),
 )
 
 
@@ -82,7 +82,7 @@ COLUMNS = (
     _figure("ranks", "ranks", 0, "Processes that trained together."),
     _figure("seed", "seed", 0, "Seed of weights and data order."),
     _figure("steps", "steps", 0, "The last step that was logged."),
-    _figure("final_loss", "final loss", 5, "Training loss (binary cross-entropy) of the last step, over all ranks."),
+    _figure("final_loss", "final loss", 5, "Training loss (cross-entropy, in nats) of the last step, over all ranks."),
     _figure(
         "auc", "AUC", 4, "Evaluation: chance that a clicked sample is ranked above one that was not. 0.5 is guessing."
     ),
@@ -92,10 +92,14 @@ COLUMNS = (
         4,
         "Normalised entropy: evaluation loss over that of always predicting the mean. Below 1 has learned.",
     ),
+    _figure("perplexity", "perplexity", 3, "Evaluation: e to the loss a token. 1 is knowing every next token."),
     _figure("step_ms", "step ms", 2, "Median time of a training step, warm-up left out."),
     _figure("data_ms", "data", 2, "Waiting for the next batch, ms."),
     _figure(
-        "index_dist_ms", "index dist.", 2, "Waiting for category ids to reach the ranks that own their tables, ms."
+        "index_dist_ms",
+        "index dist.",
+        2,
+        "Waiting for category ids to reach the ranks that own their tables (DLRM), or for replicas to count their tokens, ms.",
     ),
     _figure("compute_ms", "compute", 2, "The rest of the step: lookups, network, backward, optimizer, ms."),
     _figure(
@@ -105,6 +109,13 @@ COLUMNS = (
         "Waiting for an exchange while none of the step's compute runs, ms. This is what fusing is meant to remove.",
     ),
     _figure("samples_per_s", "samples/s", 0, "Median throughput over all ranks, warm-up left out."),
+    _figure("tokens_per_s", "tokens/s", 0, "Median throughput over all ranks, warm-up left out."),
+    Column(
+        "mfu",
+        "MFU",
+        lambda row: ABSENT if row.run["mfu"] is None else f"{row.run['mfu']:.1%}",
+        "Model FLOP utilisation: arithmetic the model needs, over what the cards could do in dense bf16.",
+    ),
     Column(
         "step_reduction_percent",
         "step time saved",
@@ -122,10 +133,15 @@ COLUMNS = (
 )
 
 
+ONE_FAMILYS = ("auc", "ne", "perplexity", "tokens_per_s", "mfu")
+
+
 def shown_columns(comparison: Comparison) -> list[Column]:
-    """All columns, without `status` where every run is ok."""
-    all_ok = all(row.run.status == "ok" for row in comparison.rows)
-    return [column for column in COLUMNS if not (all_ok and column.key == "status")]
+    """All columns, without `status` where every run is ok, and without figures of a family that none of the runs is of."""
+    hidden = {key for key in ONE_FAMILYS if all(row.run[key] is None for row in comparison.rows)}
+    if all(row.run.status == "ok" for row in comparison.rows):
+        hidden.add("status")
+    return [column for column in COLUMNS if column.key not in hidden]
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
@@ -140,10 +156,11 @@ def print_table(comparison: Comparison, console: Console) -> None:
     else:
         console.print(_table(comparison, [column for column in columns if column.key not in STEP_TIME]))
         console.print(_table(comparison, [column for column in columns if column.key in ("label", *STEP_TIME)]))
+    wraps = console.is_terminal
     for warning in comparison.warnings:
-        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=not wraps)
     for note in comparison.notes:
-        console.print(escape(note), style="dim", highlight=False)
+        console.print(escape(note), style="dim", highlight=False, soft_wrap=not wraps)
 
 
 def _table(comparison: Comparison, columns: list[Column]) -> Table:
@@ -181,6 +198,6 @@ def json_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 _LEADING = (
-    *("comm", "backend", "ranks", "seed", "steps", "final_loss", "auc", "ne"),
-    *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s"),
+    *("comm", "backend", "ranks", "seed", "steps", "final_loss", "auc", "ne", "perplexity"),
+    *("step_ms", "data_ms", "index_dist_ms", "compute_ms", "exposed_comm_ms", "samples_per_s", "tokens_per_s", "mfu"),
 )

@@ -25,10 +25,12 @@ def test_the_report_sets_fused_against_baseline():
     spec = wandb_report.spec(wandb_report.build_report("team", "fusecomm", "lr_sweep"))
     found = panels(spec)
     lines = {panel["config"]["metrics"][0]: panel["config"] for panel in found if "Line" in panel["viewType"]}
-    assert {"train/loss", "train/step_ms", "train/exposed_comm_ms", "eval/auc", "eval/ne"} == set(lines)
+    quality = {"train/loss", "eval/auc", "eval/ne", "eval/perplexity"}
+    assert set(lines) == {*quality, "train/step_ms", "train/exposed_comm_ms"}
     assert {config["xAxis"] for config in lines.values()} == {STEP_METRIC}
     bars = {panel["config"]["metrics"][0] for panel in found if "Bar" in panel["viewType"]}
-    assert bars == {*(f"summary/{key}" for key in TIMINGS), "summary/samples_per_s", "summary/auc"}
+    ends = {"summary/samples_per_s", "summary/tokens_per_s", "summary/auc", "summary/perplexity"}
+    assert bars == {*(f"summary/{key}" for key in TIMINGS), *ends}
     assert {panel["config"]["groupBy"] for panel in found} == {"comm.value.mode"}
 
 
@@ -59,7 +61,7 @@ def test_panels_do_not_overlap():
 def test_building_needs_no_key_and_writes_the_definition(tmp_path, capsys):
     path = tmp_path / "sub" / "report.json"
     assert wandb_report.main(["--entity", "team", "--out", str(path)]) == 0
-    assert len(panels(json.loads(path.read_text()))) == 12
+    assert len(panels(json.loads(path.read_text()))) == 15
     assert "nothing was sent" in capsys.readouterr().out
 
 
