@@ -1,0 +1,1 @@
+"""What `launch.generate` is made of: its config, prompts, weights and report."""
