@@ -378,7 +378,7 @@ def test_quickstart_command_line():
     line = quickstart.train_command("fused", 2, Path("/o/fused"), ["trainer.steps=5"])
     assert " ".join(line[1:]) == (
         "-m torch.distributed.run --standalone --nproc-per-node=2 -m launch.train "
-        "model=dlrm_tiny data=synthetic comm=fused hydra.run.dir=/o/fused trainer.steps=5"
+        "comm=fused hydra.run.dir=/o/fused trainer.steps=5"
     )
 
 
