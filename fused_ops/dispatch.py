@@ -18,9 +18,9 @@ from fused_ops.symmetric.group import GroupContext
 
 logger = logging.getLogger("fused_ops")
 
-FUSED_BACKEND_OF_DEVICE = {"cpu": "host", "cuda": "cuda"}
+# In order: the first that has the operator, and takes a call of that size, is the device's.
+FUSED_BACKENDS_OF_DEVICE = {"cpu": ("host",), "cuda": ("cuda", "triton")}
 DEVICES_OF_BACKEND = {"host": ("cpu",), "unfused": ("cpu", "cuda"), "cuda": ("cuda",), "triton": ("cuda",)}
-MEASURED_ON_DEVICE = {"cpu": ("host",), "cuda": ("cuda",)}  # the fused backends that "auto" sets against baseline
 
 
 def choose(
@@ -31,14 +31,16 @@ def choose(
     group: GroupContext,
     phase: str = "",
     describe: Callable[[], policy.Call] | None = None,
+    size: int = 0,
 ) -> ModuleType:
     """The module `fused_ops.backends.<backend>.<operator>` that is to run this call.
 
-    comm: "baseline"; "fused" (the device's native backend, baseline where none can run: warned once, counted with its
+    comm: "baseline"; "fused" (the device's fused backend, baseline where none can run: warned once, counted with its
     reason, an error under require_fused); "auto" (the fastest of both, see `policy`; baseline where no fused one can run);
     or a backend's name, which never falls back.
     phase: of an operator whose backward is another one; it is counted as `<operator>_<phase>`.
     describe: the call as "auto" has to know it; asked under "auto" only.
+    size: of the call, as all ranks know it; a backend's module may have `takes(size)`, false where another is to run.
     """
     if require_fused and comm in ("baseline", "auto"):
         why = ", which may choose baseline: use comm='fused'" if comm == "auto" else ""
@@ -48,9 +50,9 @@ def choose(
     if comm == "auto":
         if describe is None:
             raise ValueError(f"{operator} does not take comm='auto'")
-        return _use(operator, *_fastest(operator, device, group, describe()), phase)
+        return _use(operator, *_fastest(operator, device, group, describe(), size), phase)
     named = comm != "fused"
-    backend = comm if named else FUSED_BACKEND_OF_DEVICE.get(device.type, "")
+    backend = comm if named else _fused_backend(operator, device, size)
     if named and comm not in DEVICES_OF_BACKEND:
         raise ValueError(
             f"comm must be 'fused', 'baseline', 'auto' or a backend ({', '.join(DEVICES_OF_BACKEND)}), got {comm!r}"
@@ -66,18 +68,29 @@ def choose(
     return _use(operator, "baseline", problem, phase)
 
 
-def _fastest(operator: str, device: torch.device, group: GroupContext, call: policy.Call) -> tuple[str, str]:
+def _fused_backend(operator: str, device: torch.device, size: int) -> str:
+    """The device's for such a call; the first of them where none has the operator, "" where the device has none."""
+    backends = FUSED_BACKENDS_OF_DEVICE.get(device.type, ("",))
+    return next((b for b in backends if _exists(operator, b) and _takes(operator, b, size)), backends[0])
+
+
+def _takes(operator: str, backend: str, size: int) -> bool:
+    if backend == "triton":  # whose files need a library that may not be there
+        return True
+    takes = getattr(_module(operator, backend), "takes", None)
+    return takes is None or takes(size)
+
+
+def _fastest(operator: str, device: torch.device, group: GroupContext, call: policy.Call, size: int) -> tuple[str, str]:
     """(backend, reason): measured where that was not done before; baseline where no fused backend can run."""
     decision = policy.recall(operator, device, group, call)
     if decision is None:
-        fused = MEASURED_ON_DEVICE.get(device.type, ("",))
-        problems = {backend: _problem(operator, backend, device, group) for backend in fused}
-        able = [backend for backend, problem in problems.items() if problem is None]
-        if not able:
-            reason = "; ".join(problem for problem in problems.values() if problem is not None)
-            _warn_once(operator, reason)
-            return "baseline", reason
-        modules = {backend: _module(operator, backend) for backend in (*able, "baseline")}
+        fused = _fused_backend(operator, device, size)
+        problem = _problem(operator, fused, device, group)
+        if problem is not None:
+            _warn_once(operator, problem)
+            return "baseline", problem
+        modules = {backend: _module(operator, backend) for backend in (fused, "baseline")}
         decision = policy.decide(operator, modules, device, group, call)
     return decision.backend, decision.reason
 

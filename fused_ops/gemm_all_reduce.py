@@ -72,7 +72,8 @@ def _gemm_all_reduce(
         shape = f"{bucket(input.shape[:-1].numel(), 'rows')}, {bucket(weight.shape[:1].numel(), 'columns')}"
         return Call(shape, input.dtype, channel, load=weight.numel(), run=run)
 
-    return run(choose(OPERATOR, comm, require_fused, input.device, ctx, describe=describe))
+    size = input.shape[:-1].numel()
+    return run(choose(OPERATOR, comm, require_fused, input.device, ctx, describe=describe, size=size))
 
 
 @_gemm_all_reduce.register_fake

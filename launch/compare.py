@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"where the page goes (default {DEFAULT_OUT})")
     parser.add_argument(
-        "--quickstart", action="store_true", help="first train in both modes: dlrm_tiny on synthetic data, or what the overrides say"
+        "--quickstart",
+        action="store_true",
+        help="first train in both modes: dlrm_tiny on synthetic data, or what the overrides say",
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of a quickstart run (default 2)")
     return parser

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -38,24 +38,24 @@ HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.launcher.nproc_per_node
 KINDS = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
 
 
-def stop(error: Exception) -> NoReturn:
-    """Prints one line on stderr and exits with 2."""
+def stop(error: Exception, keys: Iterable[str] | None = None) -> NoReturn:
+    """Prints one line on stderr and exits with 2. `keys`: those that the program understands; None: `launch.train`'s."""
     rank = os.environ.get("RANK", "0")
     where = ""
     if rank != "0":
         time.sleep(LEAVE_TO_RANK_0_S)
         where = f" (rank {rank})"
-    say(f"error{where}: {explain(error)}")
+    say(f"error{where}: {explain(error, keys)}")
     sys.exit(2)
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, keys: Iterable[str] | None = None) -> str:
     """One line for any of `CONFIG_ERRORS`, with a suggestion where a name looks misspelt."""
-    text = _explain(error)
+    text = _explain(error, _train_keys() if keys is None else list(keys))
     return " ".join(text.split())
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, keys: list[str]) -> str:
     for cause in _chain(error):
         if isinstance(cause, ConfigError):
             return str(cause)
@@ -65,10 +65,10 @@ def _explain(error: Exception) -> str:
         return f"can't read '{error.override}'; expected key=value, with quotes around special characters"
     unknown = re.match(r"Could not override '([^'@]+)", str(error))
     if unknown:
-        return _unknown_key(unknown[1])
+        return _unknown_key(unknown[1], keys)
     for cause in _chain(error):
         if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-            return _unknown_key(str(cause.full_key or cause.key))
+            return _unknown_key(str(cause.full_key or cause.key), keys)
         if isinstance(cause, MissingMandatoryValue):
             return f"{cause.full_key} has no value; set it with {cause.full_key}=..."
         if isinstance(cause, ValidationError):
@@ -94,6 +94,10 @@ def known_keys(schema: Any = None, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}"
 
 
+def _train_keys() -> list[str]:
+    return [*(field.name for field in fields(RunConfig)), *GROUPS, *HYDRA_KEYS, *known_keys()]
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -104,9 +108,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _unknown_key(key: str) -> str:
-    groups = [field.name for field in fields(RunConfig)]
-    return f"unknown key '{key}'{did_you_mean(key, [*groups, *GROUPS, *HYDRA_KEYS, *known_keys()])}"
+def _unknown_key(key: str, keys: list[str]) -> str:
+    return f"unknown key '{key}'{did_you_mean(key, keys)}"
 
 
 def _wrong_type(error: ValidationError) -> str:

@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from launch import last_words
-from launch.config_errors import CONFIG_ERRORS, stop
+from launch.config_errors import CONFIG_ERRORS, known_keys, stop
 from launch.generation.config import GenerateConfig, check
 from launch.run_directory import join_alone
 from models.transformer.config import TransformerConfig
@@ -36,6 +36,9 @@ class GenerateRun(GenerateConfig):
     data: DataConfig = field(default_factory=DataConfig)
 
 
+KEYS = ["model", "comm", *known_keys(GenerateConfig()), *known_keys(TransformerModelConfig(), "model.")]
+
+
 @hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="generate")
 def _compose(composed: DictConfig) -> None:
     """One rank of one run; never returns."""
@@ -49,7 +52,7 @@ def _compose(composed: DictConfig) -> None:
             _share_cards(config)
         architecture = _architecture(config, model)
     except CONFIG_ERRORS as error:  # here, since Hydra adds a line to what passes through it
-        stop(error)
+        stop(error, KEYS)
     _leave(_run(config, architecture, rank, world))
 
 
@@ -92,7 +95,7 @@ def _run(config: GenerateConfig, architecture: TransformerConfig, rank: int, wor
     except KeyboardInterrupt:
         return 130
     except ConfigError as error:
-        stop(error)
+        stop(error, KEYS)
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         last_words.say(f"rank {rank} failed: {said}", traceback.format_exc())
@@ -132,7 +135,7 @@ def main() -> None:
     except (*CONFIG_ERRORS, ValueError) as error:
         if wants_traceback:
             raise
-        stop(error)
+        stop(error, KEYS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The line that says why a process of `launch.train` stops, for people, for torchrun and for a sweep's summary."""
+"""The line that says why a process of `launch.train`, or another program here, stops: for people, torchrun and sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains the small DLRM (or what the overrides say) in both modes, one after the other, each in a fresh directory. `make compare` starts here."""
+"""Trains the small DLRM, or what the overrides say, in both modes, each in a fresh directory. `make compare` starts here."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ class State(IntEnum):
     PROBLEM = 4  # the first wrong offset or index of the running call
     BROKEN = 5  # a wait timed out: no later call can work
     SUPPRESSED = 6  # a failure that the host has not raised yet: nothing is updated
+    WAITED = 7  # {programs that have ended, nanoseconds they waited}, of a running call
     TILES_DONE = 8  # one a destination
 
 
