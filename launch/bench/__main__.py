@@ -2,6 +2,7 @@
 
     python -m launch.bench op=embedding_all_to_all ranks=2 device=cpu pooling=[1,20,70] out=results.json
     python -m launch.bench op=all_to_all ranks=2 kib=[16,1024,16384]
+    python -m launch.bench op=gemm_all_reduce ranks=2 m=[1,8,64,1024] n=4096 k=4096
     python -m launch.bench op=embedding_all_to_all device=cuda ranks=4 ranks_per_gpu=4 configs=one_gpu link=[peer,pinned]
 
 With ranks_per_gpu above 1 it sets up a one-GPU lab and ends it (docs/one-gpu-lab.md); on a machine with a GPU a rank
@@ -23,17 +24,18 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from launch.bench import facts
+from launch.bench import facts, operators
 from launch.bench.ranks import BenchError, Message, positions, run_on_ranks
 from launch.bench.report import print_block
 from launch.bench.settings import BenchSettings, SettingsError, backends, parse
+from launch.bench.variants import USES_LIBRARY
 from launch.lab import LabError, OneGpuLab
 
 
 def main(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
         print(__doc__)
-        print("keys and defaults:", ", ".join(f"{k}={v}" for k, v in vars(BenchSettings()).items()))
+        _print_keys()
         return 0
     try:
         settings = parse(words)
@@ -41,7 +43,7 @@ def main(words: list[str]) -> int:
             settings.ranks_per_gpu,
             nccl_path=settings.nccl,
             use_mps=settings.mps == "on",
-            needs_nccl="baseline" in backends(settings),
+            needs_nccl=bool(set(USES_LIBRARY) & set(backends(settings))),
         )
     except (SettingsError, LabError) as error:
         print(f"launch.bench: {error}", file=sys.stderr)
@@ -91,6 +93,14 @@ class Rows:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{len(rows)} rows in {path}")
+
+
+def _print_keys() -> None:
+    common = vars(BenchSettings())
+    print("keys and defaults:", ", ".join(f"{key}={value}" for key, value in common.items()))
+    for name in operators.OPERATORS:
+        own = {key: value for key, value in vars(operators.load(name).Settings()).items() if key not in common}
+        print(f"of {name}:", ", ".join(f"{key}={value}" for key, value in own.items()))
 
 
 def _exit_on_signal(number: int, _: object) -> NoReturn:

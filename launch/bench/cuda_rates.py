@@ -1,7 +1,8 @@
-"""How fast this card moves bytes while every rank does: what the limits on a GPU are made of.
+"""How fast this card moves bytes and multiplies while every rank does: what the limits on a GPU are made of.
 
 Streams are torch's own sum and copy over more than any cache holds. Random rows are read by the fastest reader there is:
-torch's index_select, and the lookup kernels of every backend, over tables of the shape's width and length.
+torch's index_select, and the lookup kernels of every backend, over tables of the shape's width and length. Products are
+torch's, of square matrices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from launch.bench import embedding_all_to_all, limits
 from launch.bench.limits import Rates, Traffic
-from launch.bench.shapes import EmbeddingShape, Shape
+from launch.bench.shapes import TORCH_DTYPES, EmbeddingShape, Shape
 from launch.bench.variants import Timing, Variant
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ MIB = 256
 PINNED_MIB = 64
 SELECTED_ROWS = 1 << 21
 LINK_INPUTS = 4
+PRODUCT_SIZE = 8192
 
 
 class MeasuredRates:
@@ -31,15 +33,28 @@ class MeasuredRates:
     def __init__(self, session: CudaSession) -> None:
         self._session = session
         self._gather: dict[EmbeddingShape, float] = {}
+        self._products: dict[torch.dtype, float] = {}
 
     def of_memory(self, shape: Shape) -> Rates:
         read, copy = self._streams
         if not isinstance(shape, EmbeddingShape):
-            return Rates(read, copy)
+            flops = self.of_products(TORCH_DTYPES[shape.dtype]) if shape.traffic(self._ranks()).flops else None
+            return Rates(read, copy, flops=flops)
         probe = shape.for_gather_rate()
         if probe not in self._gather:
             self._gather[probe] = self._measure_gather(probe)
         return Rates(read, copy, self._gather[probe])
+
+    def of_products(self, dtype: torch.dtype) -> float:
+        """FLOPs a second of matrix products, all ranks of the card together."""
+        if dtype not in self._products:
+            one, other = (
+                torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=self._session.device).to(dtype) for _ in range(2)
+            )
+            out = torch.empty_like(one)
+            [timing] = self._session.timer.measure([Variant("torch", "mm", lambda i: torch.mm(one, other, out=out))])
+            self._products[dtype] = self._ranks() * 2 * PRODUCT_SIZE**3 / timing.ms * 1e3
+        return self._products[dtype]
 
     def of_host_link(self) -> float:
         """Bytes a second one way, by the copy engines, when nothing goes the other way."""
@@ -60,7 +75,7 @@ class MeasuredRates:
 
     def _measure_gather(self, probe: EmbeddingShape) -> float:
         session, ranks = self._session, self._ranks()
-        problem = embedding_all_to_all.Problem(session, session.settings, probe)
+        problem = embedding_all_to_all.Problem(session, probe)
         tables, _ = problem.weights()
         own = [c for c in session.candidates(probe) if c.backend != "unfused"]
         lookups = [v for candidate in own for v in embedding_all_to_all.lookups_alone(problem, candidate, tables)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 import fused_ops
-from launch.bench import gpu_links, limits, nccl_groups
+from launch.bench import gpu_links, limits, nccl_groups, operators, torch_symmetric
 from launch.bench.agreement import Rehearsal
 from launch.bench.cuda_graphs import capture
 from launch.bench.cuda_rates import MeasuredRates
 from launch.bench.cuda_timing import CudaTimer
 from launch.bench.settings import BenchSettings, as_list, backends, shapes
-from launch.bench.shapes import TORCH_DTYPES, EmbeddingShape, Shape
-from launch.bench.variants import Candidate, Timing, Variant, exists
+from launch.bench.shapes import EmbeddingShape, Shape
+from launch.bench.variants import USES_LIBRARY, Candidate, Timing, Variant, exists, inputs_beyond
 from launch.lab import nccl
 from trainers.card import take_card
 
-MOST_INPUTS = 32
 NCCL_INPUTS, NCCL_ROUNDS = 4, 3
 
 
@@ -40,6 +38,7 @@ class CudaSession:
         self._groups = {link: self._group_over(link) for link in as_list(settings.link)}
         self._said: set[tuple[str, str]] = set()
         self._communicators = self._make_communicators()
+        self._groups_of_auto: dict[tuple[str, int], dist.ProcessGroup] = {}
         self._table_memory = torch.empty(self._largest_tables(), dtype=torch.uint8, device=self.device)
         self.timer = CudaTimer(
             self._meeting(), settings.rounds, settings.warmup, settings.iterations, settings.graph, settings.budget_s
@@ -58,8 +57,8 @@ class CudaSession:
         return group
 
     def _make_communicators(self) -> dict[int, dist.ProcessGroup]:
-        """By their CTAs; none where baseline is not asked for."""
-        if "baseline" not in backends(self.settings):
+        """By their CTAs; none where no column uses NCCL."""
+        if not set(USES_LIBRARY) & set(backends(self.settings)):
             return {}
         if self.settings.ranks_per_gpu > 1:
             nccl.check(nccl.loaded_version(), f"torch on rank {self.rank}")  # whether the preloaded one is in front
@@ -99,41 +98,48 @@ class CudaSession:
         gc.collect()
         torch.cuda.empty_cache()
         self._link = link
-        self._candidates = [c for c in map(self._candidate(shape), backends(self.settings)) if c is not None]
+        self._candidates = []
+        ctas: int | None = None
+        for backend in backends(self.settings):
+            if reason := self._why_not(backend):
+                self.leave_out(backend, reason)
+                continue
+            if backend not in USES_LIBRARY:
+                self._candidates.append(Candidate(backend, self._groups[link]))
+                continue
+            ctas = self._best_ctas(shape) if ctas is None else ctas
+            group = self._group_of_auto(ctas) if backend == "auto" else self._communicators[ctas]
+            self._candidates.append(Candidate(backend, group, ctas))
 
-    def _candidate(self, shape: Shape) -> Callable[[str], Candidate | None]:
-        def candidate(backend: str) -> Candidate | None:
-            if not exists(backend, self.settings.op):
-                self.leave_out(backend, f"it has no {self.settings.op}")
-            elif backend != "baseline":
-                return Candidate(backend, self._groups[self._link])
-            elif self._link == "pinned":
-                self.leave_out(backend, "NCCL cannot be made to go through pinned host memory")
-            elif not self._communicators:
-                self.leave_out(backend, f"none of nccl_max_ctas={self.settings.nccl_max_ctas} fits the card")
-            else:
-                ctas = self._best_ctas(shape)
-                return Candidate(backend, self._communicators[ctas], ctas)
-            return None
+    def _why_not(self, backend: str) -> str | None:
+        """What keeps a column from being measured over this link, in a line."""
+        of_torch = backend in torch_symmetric.COLUMNS
+        if not of_torch and not exists("cuda" if backend == "auto" else backend, self.settings.op):
+            return f"it has no {self.settings.op}" if backend != "auto" else f"cuda has no {self.settings.op}"
+        if self._link == "pinned" and of_torch:
+            return "torch's symmetric memory is peer memory"
+        if self._link == "pinned" and backend in USES_LIBRARY:
+            return "NCCL cannot be made to go through pinned host memory"
+        if backend in USES_LIBRARY and not self._communicators:
+            return f"none of nccl_max_ctas={self.settings.nccl_max_ctas} fits the card"
+        return None
 
-        return candidate
+    def _group_of_auto(self, ctas: int) -> dist.ProcessGroup:
+        """Over this link where it is fused, over a communicator of so many CTAs where it is not."""
+        key = (self._link, ctas)
+        if key not in self._groups_of_auto:
+            self._groups_of_auto[key] = nccl_groups.make(ctas, self.settings.timeout_s)
+            fused_ops.set_link(self._link, self._groups_of_auto[key])
+        return self._groups_of_auto[key]
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         return self._candidates
 
     def _best_ctas(self, shape: Shape) -> int:
         """Of the communicator on which that shape's exchange is fastest."""
-        dtype = TORCH_DTYPES[shape.dtype]
-        columns = max(1, shape.output_bytes // dtype.itemsize // self.world)
-        data = torch.randn(self.world, columns, device=self.device).to(dtype)
+        exchange = operators.load(self.settings.op).exchange
         tried = [
-            Variant(
-                "baseline",
-                "exchange_alone",
-                lambda i, group=group: fused_ops.all_to_all(data, group=group, comm="baseline"),  # type: ignore[misc]
-                ctas,
-                NCCL_INPUTS,
-            )
+            Variant("baseline", "exchange_alone", exchange(self, shape, group), ctas, NCCL_INPUTS)
             for ctas, group in self._communicators.items()
         ]
         timings = self.timer.measure(tried, most_rounds=NCCL_ROUNDS)
@@ -143,8 +149,8 @@ class CudaSession:
 
     def rotations(self, touched_bytes: int) -> int:
         """So many that a rotation of all the card's ranks fills its L2 cache twice, as far as MOST_INPUTS does."""
-        touched = max(1, touched_bytes * self.settings.ranks_per_gpu)
-        return max(self.settings.rotate, min(MOST_INPUTS, math.ceil(2 * self._properties.L2_cache_size / touched)))
+        touched = touched_bytes * self.settings.ranks_per_gpu
+        return inputs_beyond(self._properties.L2_cache_size, touched, self.settings.rotate)
 
     def tables(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """A view of the one block: whoever asks next gets the same memory."""
@@ -165,14 +171,15 @@ class CudaSession:
 
     def limit(self, shape: Shape, timings: Sequence[Timing]) -> limits.Limit:
         traffic = shape.traffic(self.world).share(self.world // self.settings.ranks_per_gpu)  # of one card
-        lookups = min((t.ms for t in timings if t.phase == "compute_alone"), default=None)
+        compute = min((t.ms for t in timings if t.phase == "compute_alone"), default=None)
         link = self._label()
         if link == gpu_links.SAME_GPU:
             return limits.of_shared_memory(traffic, self._rates.of_memory(shape))
         if link == gpu_links.PCIE_HOST:
-            return limits.of_host_link(traffic, self._rates.of_host_link(), lookups)
-        alone = "exchange_alone" if isinstance(shape, EmbeddingShape) else "forward"
-        return limits.of_own_link(lookups, min(t.ms for t in timings if t.phase == alone))
+            return limits.of_host_link(traffic, self._rates.of_host_link(), compute, shape.compute)
+        exchanges = [t.ms for t in timings if t.phase == "exchange_alone"]
+        exchange = min(exchanges or (t.ms for t in timings if t.phase == "forward"))
+        return limits.of_own_link(compute, exchange, shape.compute)
 
     def _label(self) -> str:
         return gpu_links.label(self._groups[self._link])

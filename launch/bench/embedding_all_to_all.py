@@ -6,13 +6,15 @@ import importlib
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fused_ops
 from fused_ops import EmbeddingLayout, FusedOptimizer
 from fused_ops.embedding_inputs import EmbeddingInputs
 from fused_ops.symmetric.group import context, group_name
-from launch.bench.settings import BenchSettings
+from launch.bench import all_to_all
+from launch.bench.embedding_settings import Settings
 from launch.bench.shapes import INDEX_BYTES, TORCH_DTYPES, EmbeddingShape
 from launch.bench.variants import Candidate, Session, Variant, exists
 
@@ -20,9 +22,9 @@ from launch.bench.variants import Candidate, Session, Variant, exists
 class Problem:
     """One rank's part of a shape: rotated ids, the layout, an output gradient."""
 
-    def __init__(self, session: Session, settings: BenchSettings, shape: EmbeddingShape) -> None:
+    def __init__(self, session: Session, shape: EmbeddingShape, mode: str = "sum") -> None:
         world, batch = session.world, shape.batch
-        self.session, self.shape, self.mode = session, shape, settings.mode
+        self.session, self.shape, self.mode = session, shape, mode
         self.dtype = TORCH_DTYPES[shape.dtype]
         batch_sizes = [batch // world + (r < batch % world) for r in range(world)]
         self.layout = EmbeddingLayout.table_wise([[shape.dim] * shape.tables_per_rank] * world, batch_sizes, self.dtype)
@@ -70,8 +72,8 @@ class Problem:
         return self.indices[i % len(self.indices)]
 
 
-def variants(session: Session, settings: BenchSettings, shape: EmbeddingShape) -> list[Variant]:
-    problem = Problem(session, settings, shape)
+def variants(session: Session, settings: Settings, shape: EmbeddingShape) -> list[Variant]:
+    problem = Problem(session, shape, settings.mode)
     built: list[Variant] = []
     for candidate in session.candidates(shape):
         tables, optimizer = problem.weights()
@@ -80,6 +82,11 @@ def variants(session: Session, settings: BenchSettings, shape: EmbeddingShape) -
             built += lookups_alone(problem, candidate, tables)
             built += _exchange_alone(problem, candidate)
     return built
+
+
+def exchange(session: Session, shape: EmbeddingShape, group: dist.ProcessGroup | None) -> Callable[[int], Tensor]:
+    """Of the pooled rows by the collective library, as if the batch were split evenly."""
+    return all_to_all.even_exchange(session, shape, group)
 
 
 def _whole(problem: Problem, candidate: Candidate, tables: list[Tensor], optimizer: FusedOptimizer) -> list[Variant]:

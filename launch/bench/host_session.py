@@ -6,10 +6,12 @@ collective is done when the last rank has its result.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,10 @@ import torch.distributed as dist
 import fused_ops
 from launch.bench import limits
 from launch.bench.settings import BenchSettings, backends
-from launch.bench.shapes import Shape
-from launch.bench.variants import Candidate, Timing, Variant, quantiles
+from launch.bench.shapes import TORCH_DTYPES, Shape
+from launch.bench.variants import Candidate, Timing, Variant, inputs_beyond, quantiles
+
+PRODUCT_SIZE = 1024  # rows, columns and inner size of the product that FLOPs are measured with
 
 
 class HostSession:
@@ -40,7 +44,7 @@ class HostSession:
         return [Candidate(backend) for backend in backends(self.settings)]
 
     def rotations(self, touched_bytes: int) -> int:
-        return self.settings.rotate
+        return inputs_beyond(cache_bytes(), touched_bytes * self.world, self.settings.rotate)
 
     def tables(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(elements).to(dtype)
@@ -75,7 +79,8 @@ class HostSession:
 
     def limit(self, shape: Shape, timings: Sequence[Timing]) -> limits.Limit:
         share = shape.traffic(self.world).share(self.world)
-        return limits.of_host_memory(share, stream_rate(read=True), stream_rate(read=False))
+        flops = product_rate(TORCH_DTYPES[shape.dtype]) if share.flops else None
+        return limits.of_host_memory(share, stream_rate(read=True), stream_rate(read=False), flops)
 
     def close(self) -> None:
         """The group is the caller's to end."""
@@ -85,12 +90,14 @@ def make(settings: BenchSettings, rank: int, address: str, tell: object) -> Host
     return HostSession(settings, rank, address)
 
 
+@functools.cache
 def stream_rate(read: bool = True, mib: int = 256) -> float:
-    """Bytes a second that this rank moves through memory while all ranks do: reading, or copying (read + written)."""
+    """Bytes a second that this rank moves through memory while all ranks do: reading, or copying (read + written). Measured
+    once, collectively."""
     source = torch.ones(mib << 18, dtype=torch.float32)
     target = torch.empty_like(source)
     best = 0.0
-    for _ in range(4):
+    for _ in range(8):
         dist.barrier()
         start = time.perf_counter()
         if read:
@@ -102,3 +109,26 @@ def stream_rate(read: bool = True, mib: int = 256) -> float:
     rate = torch.tensor(best)
     dist.all_reduce(rate, op=dist.ReduceOp.MIN)
     return rate.item()
+
+
+@functools.cache
+def product_rate(dtype: torch.dtype) -> float:
+    """FLOPs a second of a large matrix product on this rank while all ranks compute one. Measured once, collectively."""
+    one, other = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        torch.mm(one, other)
+        best = max(best, 2 * PRODUCT_SIZE**3 / (time.perf_counter() - start))
+    rate = torch.tensor(best)
+    dist.all_reduce(rate, op=dist.ReduceOp.MIN)
+    return rate.item()
+
+
+@functools.cache
+def cache_bytes() -> int:
+    """Of the last-level cache; 0 where Linux does not say."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size and size[-1] in units), default=0)

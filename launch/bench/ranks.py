@@ -17,6 +17,7 @@ from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import fused_ops
+from launch.bench import operators
 from launch.bench.settings import BenchSettings, as_list, shapes
 from launch.bench.shapes import Shape
 from launch.bench.variants import Session
@@ -74,7 +75,7 @@ def _rank_main(rank: int, settings: BenchSettings, port: int, results: Any) -> N
     module = importlib.import_module(f"launch.bench.{'host' if settings.device == 'cpu' else 'cuda'}_session")
     session = module.make(settings, rank, f"tcp://127.0.0.1:{port}", tell)
     tell(("ready", None))
-    build = importlib.import_module(f"launch.bench.{settings.op}").variants
+    build = operators.load(settings.op).variants
     for position, (link, shape) in session.in_order(positions(settings)):
         torch.manual_seed(settings.seed + rank)
         rows = _block(session, settings, link, shape, build)

@@ -1,28 +1,29 @@
-"""What a benchmark run can be told, typed: `key=value` words on the command line."""
+"""What a benchmark run can be told, typed: `key=value` words on the command line.
+
+The keys here are every operator's. Those that make its shapes are its own: its file has a subclass of BenchSettings.
+"""
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fused_ops.embedding_optimizer import TABLE_STATES
-from launch.bench import configurations
-from launch.bench.shapes import CRITEO, TORCH_DTYPES, AllToAllShape, EmbeddingShape, Shape
+from launch.bench import operators
+from launch.bench.shapes import TORCH_DTYPES, Shape
 
-OPERATORS = ("all_to_all", "embedding_all_to_all")
-OPTIMIZERS = tuple(TABLE_STATES)
-POOLINGS = ("sum", "mean")
+DEVICES = ("cpu", "cuda")
 LINKS = ("auto", "peer", "pinned")
-BACKENDS = {"cpu": ("baseline", "unfused", "host"), "cuda": ("baseline", "unfused", "cuda", "triton")}
-EXCHANGE_ONLY = ("unfused",)  # columns of embedding_all_to_all that all_to_all has no counterpart of
+
+
+class SettingsError(ValueError):
+    """One line for the user."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class BenchSettings:
     rounds: int = 5  # every round times each variant once, interleaved
     iterations: int = 12  # timed calls a round
     warmup: int = 3
-    rotate: int = 4  # distinct inputs, so that a cache does not answer; on cuda the least, small shapes take more
+    rotate: int = 4  # least distinct inputs; small shapes take more, so that a cache does not answer
     seed: int = 0
     timeout_s: float = 300.0  # bound on every wait of one rank for another, and on one shape's time
     threads: int = 1  # CPU threads a rank
@@ -50,100 +51,99 @@ class BenchSettings:
     nccl: str | None = None  # a libnccl.so.2 to put in front of torch's
     nccl_max_ctas: Any = None  # CTAs of the communicators tried for baseline; default 4, 8, 16, 32, as far as they fit
     budget_s: float = 2.0  # of timed calls a shape, after which variants get fewer rounds (never below 3)
-    # embedding_all_to_all
-    configs: str | None = (
-        None  # a list of configurations, by its name in launch/bench/lists or its path; names all shapes
-    )
-    tables: int = 8  # a rank
-    rows: int = 100_000
-    dim: Any = 64
-    pooling: Any = 20  # ids a bag, or "criteo": the multi-hot mix of MLPerf's DLRM-DCNv2
-    batch: Any = 2048  # global
-    mode: str = "sum"
-    optimizer: str = "sgd"  # the one that FBGEMM is fastest at on CPUs
-    # all_to_all
-    kib: Any = None  # sent by each rank, in KiB; default 16, 1024, 16384
 
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {}  # backends of each device
 
-class SettingsError(ValueError):
-    """One line for the user."""
+    def shapes(self, link: str = "auto") -> Iterator[Shape]:
+        """The shapes to measure over that link, in the order of the rows."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """SettingsError for what is wrong."""
+        check_choices(self, "device", DEVICES)
+        check_choices(self, "mps", ("on", "off"))
+        check_choices(self, "dtype", tuple(TORCH_DTYPES), listed=True)
+        check_choices(self, "link", LINKS, listed=True)
+        check_choices(self, "backends", self.columns[self.device], listed=True)
+        for key in ("ranks", "threads", "rounds", "iterations", "rotate", "ranks_per_gpu"):
+            check_at_least_one(self, key)
+        for key in ("timeout_s", "budget_s"):
+            if not getattr(self, key) > 0:
+                raise SettingsError(f"{key} must be positive seconds, got {getattr(self, key)}")
+        check_counts(self, "nccl_max_ctas")
+        _check_device(self)
 
 
 def parse(words: list[str]) -> BenchSettings:
-    known = {f.name for f in fields(BenchSettings)}
-    for word in words:
-        key, equals, _ = word.partition("=")
-        if not equals:
-            raise SettingsError(f"expected key=value, got '{word}'")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            raise SettingsError(f"unknown key '{key}'{hint}; keys: {', '.join(sorted(known))}")
+    """The settings of the operator that `words` name, checked."""
+    pairs = [_pair(word) for word in words]
+    op = next((value for key, value in reversed(pairs) if key == "op"), BenchSettings.op)
+    if op not in operators.OPERATORS:
+        raise SettingsError(f"op must be one of {', '.join(operators.OPERATORS)}, got '{op}'")
+    chosen = operators.load(op).Settings
+    for key, value in pairs:
+        _check_key(op, chosen, key, value)
     try:
         settings: BenchSettings = OmegaConf.to_object(  # type: ignore[assignment]
-            OmegaConf.merge(OmegaConf.structured(BenchSettings), OmegaConf.from_dotlist(words))
+            OmegaConf.merge(OmegaConf.structured(chosen), OmegaConf.from_dotlist(words))
         )
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
         raise SettingsError(f"{key}{str(error).splitlines()[0]}") from error
-    _check(settings)
+    settings.check()
     return settings
 
 
-def _check(s: BenchSettings) -> None:
-    choices = {
-        "op": OPERATORS,
-        "device": tuple(BACKENDS),
-        "optimizer": OPTIMIZERS,
-        "mode": POOLINGS,
-        "mps": ("on", "off"),
-    }
-    for key, allowed in choices.items():
-        if getattr(s, key) not in allowed:
-            raise SettingsError(f"{key} must be one of {', '.join(allowed)}, got '{getattr(s, key)}'")
-    lists = {"dtype": tuple(TORCH_DTYPES), "link": LINKS, "backends": BACKENDS[s.device]}
-    for key, allowed in lists.items():
-        for value in as_list(getattr(s, key)):
-            if value not in allowed:
-                raise SettingsError(f"{key} must be one of {', '.join(allowed)}, or a list of them, got '{value}'")
-    for key in ("ranks", "threads", "rounds", "iterations", "rotate", "rows", "tables", "ranks_per_gpu"):
-        if getattr(s, key) < 1:
-            raise SettingsError(f"{key} must be at least 1, got {getattr(s, key)}")
-    for key in ("timeout_s", "budget_s"):
-        if not getattr(s, key) > 0:
-            raise SettingsError(f"{key} must be positive seconds, got {getattr(s, key)}")
-    for key, least, word in (
-        ("dim", 1, None),
-        ("pooling", 0, CRITEO),
-        ("batch", 1, None),
-        ("kib", 1, None),
-        ("nccl_max_ctas", 1, None),
-    ):
-        for value in as_list(getattr(s, key)):
-            if (not isinstance(value, int) or value < least) and (word is None or value != word):
-                also = f", '{word}'" if word else ""
-                raise SettingsError(
-                    f"{key} must be a whole number from {least} up{also}, or a list of them, got '{value}'"
-                )
-    _check_device(s)
-    _check_configurations(s)
+def keys_of(settings: type[BenchSettings]) -> list[str]:
+    return [field.name for field in fields(settings)]
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise SettingsError(f"expected key=value, got '{word}'")
+    return key, value
+
+
+def _check_key(op: str, chosen: type[BenchSettings], key: str, value: str) -> None:
+    known = keys_of(chosen)
+    if key in known:
+        return
+    owners = [other for other in operators.OPERATORS if key in keys_of(operators.load(other).Settings)]
+    if owners:
+        raise SettingsError(f"{key}={value}: these are shapes of {', '.join(owners)}, and op={op}")
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    raise SettingsError(f"unknown key '{key}'{hint}; keys of {op}: {', '.join(sorted(known))}")
+
+
+def check_choices(settings: BenchSettings, key: str, allowed: Sequence[str], listed: bool = False) -> None:
+    """`listed`: the value may be a list of allowed ones."""
+    value = getattr(settings, key)
+    for one in as_list(value) if listed else [value]:
+        if one not in allowed:
+            also = ", or a list of them" if listed else ""
+            raise SettingsError(f"{key} must be one of {', '.join(allowed)}{also}, got '{one}'")
+
+
+def check_at_least_one(settings: BenchSettings, key: str) -> None:
+    if getattr(settings, key) < 1:
+        raise SettingsError(f"{key} must be at least 1, got {getattr(settings, key)}")
+
+
+def check_counts(settings: BenchSettings, key: str, least: int = 1, word: str | None = None) -> None:
+    """A whole number or a list of them; `word` is allowed too."""
+    for value in as_list(getattr(settings, key)):
+        if (not isinstance(value, int) or value < least) and (word is None or value != word):
+            also = f", '{word}'" if word else ""
+            raise SettingsError(f"{key} must be a whole number from {least} up{also}, or a list of them, got '{value}'")
 
 
 def _check_device(s: BenchSettings) -> None:
     if s.device == "cpu":
-        for key, default in (
-            ("ranks_per_gpu", 1),
-            ("mps", "on"),
-            ("link", "auto"),
-            ("nccl", None),
-            ("nccl_max_ctas", None),
-        ):
-            if getattr(s, key) != default:
+        for key in ("ranks_per_gpu", "mps", "link", "nccl", "nccl_max_ctas"):
+            if getattr(s, key) != getattr(BenchSettings, key):
                 raise SettingsError(f"{key}={getattr(s, key)} is for device=cuda; this is device=cpu")
-        if s.op == "embedding_all_to_all" and "bf16" in as_list(s.dtype):
-            raise SettingsError(
-                "dtype=bf16: FBGEMM's CPU kernels take fp32 and fp16 tables, so there is no baseline to time"
-            )
         return
     for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS"):
         if name in os.environ:
@@ -157,38 +157,15 @@ def _check_device(s: BenchSettings) -> None:
         raise SettingsError(f"ranks={s.ranks} do not fill cards of ranks_per_gpu={s.ranks_per_gpu}")
 
 
-def _check_configurations(s: BenchSettings) -> None:
-    if s.configs is None:
-        return
-    if s.op != "embedding_all_to_all":
-        raise SettingsError(f"configs={s.configs} are shapes of embedding_all_to_all, and op={s.op}")
-    try:
-        found = configurations.load(s.configs)
-    except ValueError as error:
-        raise SettingsError(f"configs={s.configs}: {error}") from error
-    if not any(configurations.chosen(found, s.ranks, link) for link in as_list(s.link)):
-        raise SettingsError(f"configs={s.configs} has no configuration for ranks={s.ranks} and link={s.link}")
-
-
 def as_list(value: Any) -> list:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def backends(s: BenchSettings) -> list[str]:
     """The columns of a run."""
-    return [
-        b for b in as_list(s.backends) or BACKENDS[s.device] if s.op == "embedding_all_to_all" or b not in EXCHANGE_ONLY
-    ]
+    return as_list(s.backends) or list(s.columns[s.device])
 
 
 def shapes(s: BenchSettings, link: str = "auto") -> Iterator[Shape]:
     """The shapes of a run over that link, in the order of the rows."""
-    if s.configs is not None:
-        yield from configurations.chosen(configurations.load(s.configs), s.ranks, link)
-    elif s.op == "all_to_all":
-        for dtype, kib in itertools.product(as_list(s.dtype), as_list(s.kib) or [16, 1024, 16384]):
-            yield AllToAllShape(kib, dtype)
-    else:
-        swept = itertools.product(as_list(s.dtype), as_list(s.dim), as_list(s.pooling), as_list(s.batch))
-        for dtype, dim, pooling, batch in swept:
-            yield EmbeddingShape(s.tables, s.rows, dim, pooling, batch, dtype, s.optimizer)
+    return s.shapes(link)

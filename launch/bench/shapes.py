@@ -1,8 +1,12 @@
-"""What one block of rows is about: an operator's shape, and the bytes that it makes every rank move at least."""
+"""What one block of rows is about: an operator's shape, and the bytes that it makes every rank move at least.
+
+Here are those of the exchanges of pooled rows and of plain ones; other operators' are in their files.
+"""
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +23,30 @@ _DCNV2 = Path(__file__).parents[2] / "configs" / "model" / "dlrm_mlperf_dcnv2.ya
 
 
 @dataclass(frozen=True)
-class EmbeddingShape:
+class Shape(ABC):
+    """Its fields are keys of the rows."""
+
+    compute = "compute"  # what the exchange is fused with, in a word
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """A key of TORCH_DTYPES."""
+
+    @property
+    @abstractmethod
+    def output_bytes(self) -> int:
+        """Of one rank's results, before they are exchanged."""
+
+    @abstractmethod
+    def traffic(self, world: int) -> Traffic:
+        """What all ranks together must do in a forward."""
+
+
+@dataclass(frozen=True)
+class EmbeddingShape(Shape):
+    compute = "lookups"
+
     tables_per_rank: int
     rows: int  # of a table; with pooling=criteo, of MLPerf's tables what fits below it
     dim: int
@@ -77,7 +104,7 @@ class EmbeddingShape:
 
 
 @dataclass(frozen=True)
-class AllToAllShape:
+class AllToAllShape(Shape):
     kib: int  # sent by each rank
     dtype: str = "fp32"
 
@@ -92,9 +119,6 @@ class AllToAllShape:
     def traffic(self, world: int) -> Traffic:
         per_rank = world * self.columns(world) * TORCH_DTYPES[self.dtype].itemsize
         return Traffic(copied=world * per_rank, sent=(world - 1) * per_rank)
-
-
-Shape = EmbeddingShape | AllToAllShape
 
 
 @functools.cache

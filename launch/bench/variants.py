@@ -14,12 +14,15 @@ import torch.distributed as dist
 from launch.bench.limits import Limit
 from launch.bench.shapes import Shape
 
+USES_LIBRARY = ("baseline", "auto")  # columns that call the collective library
+MOST_INPUTS = 32
+
 
 @dataclass(frozen=True)
 class Variant:
     """One thing to time. `run(i)` is its i-th call, on the i-th of the rotated inputs."""
 
-    backend: str  # baseline | unfused | host | cuda | triton
+    backend: str  # baseline | baseline_<another rival> | unfused | host | cuda | triton | auto
     phase: str  # forward | forward_backward | compute_alone | exchange_alone
     run: Callable[[int], Any]
     nccl_ctas: int | None = None  # CTAs of the NCCL communicator that it uses
@@ -55,6 +58,12 @@ def exists(backend: str, operator: str) -> bool:
         return False
 
 
+def inputs_beyond(cache_bytes: int, touched_bytes: int, least: int) -> int:
+    """How many distinct inputs fill that cache twice, where a call of all who share it touches so many bytes; at most
+    MOST_INPUTS."""
+    return max(least, min(MOST_INPUTS, math.ceil(2 * cache_bytes / max(1, touched_bytes))))
+
+
 class Session(Protocol):
     """What a rank has for the whole run: its device, groups and memory, and the way its calls are timed."""
 
@@ -72,7 +81,8 @@ class Session(Protocol):
         """The backends to time on the shape."""
 
     def rotations(self, touched_bytes: int) -> int:
-        """How many distinct inputs the calls of a variant go through, of which each touches so many bytes."""
+        """How many distinct inputs the calls of a variant go through, of which each touches so many bytes (the same number on
+        every rank: ranks replay as many calls)."""
 
     def tables(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """That many random table elements, 1-D, in one storage."""
