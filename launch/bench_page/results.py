@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 FUSED = ("cuda", "triton", "host")
-SHAPE_KEYS = ("tables_per_rank", "rows", "dim", "pooling", "batch", "kib", "dtype", "optimizer")
+SHAPE_KEYS = ("tables_per_rank", "rows", "dim", "pooling", "batch", "kib", "m", "n", "k", "dtype", "optimizer")
+AUTO = "auto"
+EMBEDDING = "embedding_all_to_all"
+RIVALS = {  # torch's own, which launch.bench times beside baseline
+    "baseline_one_shot": "one-shot",
+    "baseline_two_shot": "two-shot",
+    "baseline_torch_fused": "torch fused",
+}
 NOT_CAPTURED, TORCH_KERNELS = "†", "‡"
 MARKS = {
     NOT_CAPTURED: "timed as plain calls, since it cannot be captured in a CUDA graph",
@@ -121,9 +128,10 @@ def _section(rows: list[dict[str, Any]]) -> Section:
         key: sorted({str(row[key]) for row in rows if row.get(key) is not None})
         for key in ("commit", "torch", "cuda", "nccl", "cpu", "command")
     }
+    backward = "Forward, backward and update" if first["op"] == EMBEDDING else "Forward and backward"
     tables = [
         table
-        for phase, title in (("forward", "Forward"), ("forward_backward", "Forward, backward and update"))
+        for phase, title in (("forward", "Forward"), ("forward_backward", backward))
         if (table := _table(rows, phase, title)).lines
     ]
     return Section(
@@ -138,18 +146,24 @@ def _table(rows: list[dict[str, Any]], phase: str, title: str) -> Table:
     for row in rows:
         key = (row.get("configuration"), *(row.get(name) for name in SHAPE_KEYS))
         lines.setdefault(key, {})[row["backend"], row["phase"]] = row
-    against = [c for c in columns if c.phase == phase and c != fused] if fused else []
+    against = [c for c in columns if c.phase == phase and c != fused and c.backend != AUTO] if fused else []
     headings = [
         f"fused / {c.heading}" if c.backend not in FUSED else f"{fused.backend} / {c.backend}" for c in against if fused
     ]
     has_limit = fused is not None and phase == "forward"
-    table = Table(title, columns, headings + ["fused / limit"] * has_limit)
+    auto = next((c for c in columns if c.backend == AUTO), None)
+    table = Table(title, columns, headings + ["auto / best"] * (auto is not None) + ["fused / limit"] * has_limit)
     for cells in lines.values():
         if not any(c.phase == phase and (c.backend, c.phase) in cells for c in columns):
             continue
         some = next(iter(cells.values()))
         limit = next((row["limit_ms"] for (_, p), row in cells.items() if p == phase and row["limit_ms"]), None)
         ratios = [_ratio(cells, fused, c) for c in against if fused]
+        if auto:
+            best = min(
+                cells[c.backend, c.phase]["ms"] for c in (fused, *against) if c and (c.backend, c.phase) in cells
+            )
+            ratios.append(cells[AUTO, phase]["ms"] / best if (AUTO, phase) in cells else None)
         if has_limit and fused:
             own = cells.get((fused.backend, fused.phase))
             ratios.append(own["ms"] / limit if own and limit else None)
@@ -159,16 +173,20 @@ def _table(rows: list[dict[str, Any]], phase: str, title: str) -> Table:
 
 
 def _columns(rows: list[dict[str, Any]], phase: str) -> list[Column]:
-    on_gpu = bool(rows[0].get("gpu"))
+    on_gpu, operator = bool(rows[0].get("gpu")), rows[0]["op"]
     library = "NCCL" if on_gpu else "gloo"
-    compute = "FBGEMM + " if rows[0]["op"] == "embedding_all_to_all" else ""
+    is_gemm, is_embedding = "gemm" in operator, operator == EMBEDDING
+    vendor = "FBGEMM" if is_embedding else "cuBLAS" if on_gpu else "MKL"
+    compute = f"{vendor} + " if is_gemm or is_embedding else ""
     possible = [Column(f"fused ({backend})", backend, phase) for backend in FUSED]
     possible += [Column(f"{compute}{library}", "baseline", phase), Column("unfused", "unfused", phase)]
+    possible += [Column(f"{vendor} + {name}", backend, phase) for backend, name in RIVALS.items()]
+    possible.append(Column(AUTO, AUTO, phase))
     if phase == "forward":
         own = next((b for b in FUSED if any(row["backend"] == b for row in rows)), "cuda")
         possible += [
-            Column("lookups alone", own, "compute_alone"),
-            Column("FBGEMM alone", "baseline", "compute_alone"),
+            Column("GEMM alone" if is_gemm else "lookups alone", own, "compute_alone"),
+            Column(f"{vendor} alone", "baseline", "compute_alone"),
             Column("exchange alone", own, "exchange_alone"),
             Column(f"{library} alone", "baseline", "exchange_alone"),
         ]
@@ -192,5 +210,7 @@ def _ratio(cells: dict[tuple[str, str], dict[str, Any]], one: Column, other: Col
 def _shape(row: dict[str, Any]) -> str:
     if "kib" in row:
         return f"{row['kib']} KiB, {row['dtype']}"
+    if "m" in row:
+        return f"M {row['m']}, N {row['n']}, K {row['k']}, {row['dtype']}"
     words = f"{row['tables_per_rank']} tables x {row['rows']:,} x {row['dim']}, {row['pooling']} ids a bag, batch {row['batch']}"
     return f"{words}, {row['dtype']}"

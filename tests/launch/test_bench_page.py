@@ -158,3 +158,30 @@ def test_files_that_are_no_rows_are_one_line(content, tmp_path, capsys):
 def test_the_suffix_must_be_known(tmp_path):
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--out", "page.pdf"])
+
+
+GEMM_TIMES = {
+    ("cuda", "forward"): 0.8,
+    ("baseline", "forward"): 1.0,
+    ("baseline_one_shot", "forward"): 1.6,
+    ("auto", "forward"): 0.88,
+    ("cuda", "compute_alone"): 0.6,
+    ("cuda", "forward_backward"): 3.0,
+    ("baseline", "forward_backward"): 6.0,
+}
+
+
+def test_gemm_operators_have_their_rivals_and_auto_is_held_against_the_best():
+    shape = {"tables_per_rank": None, "rows": None, "m": 8, "n": 4096, "k": 8192, "op": "gemm_all_reduce"}
+    (section,) = sections(rows(name=None, times=GEMM_TIMES, **shape))
+    forward, backward = section.tables
+    assert backward.title == "Forward and backward"
+    headings = [column.heading for column in forward.columns]
+    assert headings == ["fused (cuda)", "cuBLAS + NCCL", "cuBLAS + one-shot", "auto", "GEMM alone"]
+    (line,) = forward.lines
+    assert line.name == "M 8, N 4096, K 8192, fp32"
+    ratios = dict(zip(forward.ratio_headings, line.ratios, strict=True))
+    assert ratios == pytest.approx(
+        {"fused / cuBLAS + NCCL": 0.8, "fused / cuBLAS + one-shot": 0.5, "auto / best": 1.1, "fused / limit": 1.6}
+    )
+    assert dict(zip(backward.ratio_headings, backward.lines[0].ratios, strict=True)) == {"fused / cuBLAS + NCCL": 0.5}
