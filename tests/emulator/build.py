@@ -34,6 +34,22 @@ INLINE_PTX = {
     "mov.u64 %0, %globaltimer;": "t = emulator::clock_ns()",
     "": "",
     "atom.add.acq_rel.sys.global.u32 %0, [%1], %2;": "before = emulator::add(counter, value)",
+    # cuda_packets.cuh
+    "{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }": "emulator::load_16(p, &low, &high)",
+    "{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }": "emulator::store_16(p, low, high)",
+    "st.relaxed.sys.global.u64 [%0], %1;": "emulator::store(p, v)",
+    # cuda_gemv.cuh
+    "{ .reg .pred p; setp.ne.s32 p, %5, 0; @p "
+    "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4]; }": "emulator::load_vector(to, from, read)",
+    "{ .reg .pred p; setp.ne.s32 p, %3, 0; @p "
+    "ld.global.nc.L1::no_allocate.L2::128B.v2.b32 {%0, %1}, [%2]; }": "emulator::load_vector(to, from, read)",
+    "cp.async.ca.shared.global [%0], [%1], 4, %2;": "(void)shared, emulator::copy_4_later(to, from, bytes)",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": "(void)shared, emulator::load_matrices(to, row)",
+    "cp.async.wait_all;": "emulator::do_copies()",
+} | {
+    f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, "
+    "{%0, %1, %2, %3};": f"emulator::multiply_tile<{element}>(c, a, b0, b1)"
+    for name, element in (("bf16", "__nv_bfloat16"), ("f16", "__half"))
 }
 ASM = re.compile(r'asm volatile\("([^"]*)".*?\);')
 LAUNCH = re.compile(r"([\w:]+(?:<[^;=?]*?>)?)\s*<<<(.*?)>>>\(")

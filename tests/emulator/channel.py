@@ -119,7 +119,7 @@ class EmulatedAgreement:
     def __init__(self) -> None:
         self.operator, self.call_number = "", 0
 
-    def agree(self, facts: tuple) -> tuple[int, list]:
+    def agree(self, facts: tuple, row: None = None) -> tuple[int, list]:
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") & 0x3FFFFFFF, []
 

@@ -31,6 +31,13 @@ struct Exchange {
   int source = 0;
 };
 
+// An asynchronous copy of 4 bytes that has not been waited for; `bytes` of them are read, the others are zero.
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
 struct Thread {
   void* stack_pointer = nullptr;  // while it does not run
   char* stack = nullptr;
@@ -40,6 +47,7 @@ struct Thread {
   int number = 0;                 // in its block
   bool ended = false, at_barrier = false;
   Exchange exchange;
+  std::vector<Copy> copies;
 };
 
 struct Grid {
