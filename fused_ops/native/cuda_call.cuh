@@ -242,7 +242,7 @@ class Call {
     // A credit posted ahead for another layout is replaced by its owner when it arrives at this call.
     for (;;) {
       if (!wait(&entry->credit_tag, epoch, &tag, deadline)) return fail(deadline.code(), kCredit, peer);
-      if (tag >= kAbortTag) return fail(kRejected, kCredit, peer);
+      if (tag >= kAbortTag) return fail(kRejected, kCredit, culprit_of(tag));
       if ((tag & ~kPredicted) == p.tag) return wait(&entry->credit_place, epoch, place, deadline) || fail(deadline.code(), kCredit, peer);
       if (!(tag & kPredicted)) return fail(kBadTag, kCredit, peer);
       if (deadline()) return fail(deadline.code(), kCredit, peer);
@@ -258,7 +258,7 @@ class Call {
     atomicAdd(&shared->sent[k], tiles_sent);
     if (atomicSub(&shared->sending[k], 1u) != 1) return;
     const uint32_t reported = atomicExch(&shared->sent[k], 0u);
-    if (reported == 0) return;
+    if (reported == 0 || stopped()) return;  // what was stored in a call that failed may be wrong
     __threadfence_block();
     const int peer = peer_of(k), slice = k / (p.link.world - 1);
     const uint32_t tiles = shared->end[0][k] - (k ? shared->end[0][k - 1] : 0);
@@ -289,7 +289,7 @@ class Call {
   __device__ bool watch(int source, int slice, uint32_t* tag) {
     Deadline deadline(*this);
     if (!wait(p.link.inbox(source)->flag(epoch, slice), epoch, tag, deadline)) return fail(deadline.code(), kData, source);
-    if (*tag >= kAbortTag) return fail(kRejected, kData, source);
+    if (*tag >= kAbortTag) return fail(kRejected, kData, culprit_of(*tag));
     return *tag == p.tag || fail(kBadTag, kData, source);
   }
 
@@ -346,8 +346,7 @@ class Call {
     const int remote = p.link.world - 1;
     if (threadIdx.x == 0 && s->failed == 0 && !p.abort) s->failed = broken() ? kBroken : kHalted;
     __syncthreads();
-    const bool own_fault = p.abort || s->failed == kBadIndex || s->failed == kBadOffset;
-    const uint32_t tag_of_failure = own_fault ? kRejectedTag : kAbortTag;
+    const uint32_t tag_of_failure = kAbortTag + (s->failed == kRejected ? s->failed_peer : p.link.rank);  // passed on
     // No warp stores any more: peers that lack a slice learn that none will come. Their layout may have more slices.
     for (int k = threadIdx.x; k < remote * kMaxSlices; k += blockDim.x) {
       const int peer = peer_of(k), slice = k / remote;
@@ -376,7 +375,6 @@ class Call {
             late |= 1ull << peer;
             break;
           }
-          if (tag == kRejectedTag && s->failed == kRejected) s->failed_peer = peer;  // not one that gave up for the same reason
           if (slice == 0) slices = !p.abort && tag == p.tag ? p.slices : kMaxSlices;
         }
       }

@@ -12,8 +12,7 @@ constexpr int kMaxRanks = 64;
 constexpr int kMaxSlices = 8;                 // flags a pair of ranks has, hence parts that a destination's data can arrive in
 constexpr int kMaxArenas = 64;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-constexpr uint32_t kRejectedTag = 0xFFFFFFFFu;  // this rank's own input is why nothing more comes
-constexpr uint32_t kAbortTag = 0xFFFFFFFEu;     // another's is, or this rank gave up
+constexpr uint32_t kAbortTag = 0xFFFFFF00u;   // and above: nothing more comes, on account of the rank in the low bits
 constexpr uint32_t kPredicted = 0x80000000u;  // a credit posted ahead, for the layout that is expected next
 constexpr int kPlaceShift = 8;                // a place is {arena: 6 bits, offset in 256-byte units: 26 bits}
 constexpr int kArenaShift = 26;
@@ -47,6 +46,9 @@ struct Link {
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x & 31); }
 
 __device__ __forceinline__ uint64_t word(uint32_t epoch, uint32_t low) { return (static_cast<uint64_t>(epoch) << 32) | low; }
+
+// Whose input, or patience, was at fault where a tag says that nothing more comes.
+__device__ __forceinline__ int culprit_of(uint32_t abort_tag) { return static_cast<int>(abort_tag - kAbortTag); }
 
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   uint64_t v;

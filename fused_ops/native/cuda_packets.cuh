@@ -117,7 +117,8 @@ class PacketCall {
       const auto tag = static_cast<uint32_t>(found);
       // A credit posted ahead stands for another call, and is replaced when its owner comes to this one.
       if (static_cast<uint32_t>(found >> 32) == epoch && (tag >= kAbortTag || !(tag & kPredicted))) {
-        if (tag != p.tag) fail(tag >= kAbortTag ? kRejected : kBadTag, kCredit, peer);
+        if (tag >= kAbortTag) fail(kRejected, kCredit, culprit_of(tag));
+        else if (tag != p.tag) fail(kBadTag, kCredit, peer);
         return;
       }
       if (patience.ends()) return;
@@ -211,7 +212,7 @@ class PacketCall {
       if (call.stopped()) return call.fail(kOk, phase, peer);
       const uint64_t flag = load_relaxed(call.p.link.inbox(peer)->flag(call.epoch, 0));
       if (peer != call.p.link.rank && static_cast<uint32_t>(flag >> 32) == call.epoch && static_cast<uint32_t>(flag) >= kAbortTag)
-        return call.fail(kRejected, phase, peer);
+        return call.fail(kRejected, phase, culprit_of(static_cast<uint32_t>(flag)));
       const uint64_t now = now_ns();
       if (end == 0) end = now + static_cast<uint64_t>(call.p.state->timeout_ns);
       return now > end && call.fail(kTimeout, phase, peer);

@@ -48,7 +48,6 @@ RECEIVE_FIRST_BLOCKS = {
 }  # from host memory delivery takes as long as sending, and overlaps with it
 MOST_TILES_A_RUN = 8  # that a warp claims at a time
 SPARE_SMS = 8  # of a device, left to kernels that are no part of a call
-OPERATORS = {"all_to_all": 1, "embedding_all_to_all": 2, "embedding_all_to_all backward": 3}
 HALTED, BAD_INDEX, BAD_OFFSET = 9, 10, 11
 
 
@@ -56,6 +55,13 @@ logger = logging.getLogger("fused_ops")
 BadValueText = Callable[[bool, int, int, int], str]  # (an index? or an offset, feature, position, value)
 _checking = False
 _live: weakref.WeakSet[CudaChannel] = weakref.WeakSet()
+_operators: list[str] = []  # by the number that kernels know them by
+
+
+def _operator_id(name: str) -> int:
+    if name not in _operators:
+        _operators.append(name)
+    return _operators.index(name)
 
 
 def _plain_text(index: bool, feature: int, position: int, value: int) -> str:
@@ -261,9 +267,8 @@ class CudaChannel:
 
     def _error_of_record(self) -> Exception:
         r = self._record
-        names = {number: name for name, number in OPERATORS.items()}
         where = (
-            f"{names.get(r.operator_id, '?')}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
+            f"{_operators[r.operator_id]}: rank {self.rank} of group '{self.group.name}', channel {self.index}, "
             f"call {r.call_number} (epoch {r.epoch}), {host.PHASES.get(r.phase, '')}"
         )
         if r.code == HALTED:
@@ -322,7 +327,7 @@ class CudaChannel:
             tag=tag,
             place=place,
             next_place=NO_PLACE,
-            operator_id=OPERATORS[self.agreement.operator],
+            operator_id=_operator_id(self.agreement.operator),
             stress_delay_us=self._stress_delay_us,
             call_number=self.agreement.call_number,
             slices=1,

@@ -13,6 +13,7 @@ from fused_ops.compiler import NATIVE, PACKAGE, build_cuda_library, find_nvcc
 pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not installed")
 
 ORDERED_ACCESS = re.compile(r"^\s*((?:ld|st|atom|red|fence)\.(?:acquire|release|acq_rel)\S*)", re.MULTILINE)
+RELAXED_ACCESS = re.compile(r"\b((?:ld|st)\.relaxed\S*)")
 
 
 def _ptx(source, tmp_path):
@@ -25,9 +26,14 @@ def _ptx(source, tmp_path):
 def test_every_flag_access_is_system_scope(tmp_path):
     kernels = sorted((PACKAGE / "backends" / "cuda").glob("*.cu"))
     with_peers = [k for k in kernels if "CallParams" in k.read_text()]
-    assert [k.stem for k in with_peers] == ["all_to_all", "embedding_all_to_all", "embedding_rows"]
+    assert [k.stem for k in with_peers] == ["all_to_all", "embedding_all_to_all", "embedding_rows", "gemm_all_reduce"]
     for kernel in with_peers:
-        accesses = ORDERED_ACCESS.findall(_ptx(kernel, tmp_path))
+        ptx = _ptx(kernel, tmp_path)
+        accesses, relaxed = ORDERED_ACCESS.findall(ptx), RELAXED_ACCESS.findall(ptx)
+        assert relaxed, kernel
+        assert all(".sys" in a for a in relaxed), (kernel, sorted(set(relaxed)))
+        if kernel.stem == "gemm_all_reduce":  # a packet is one access, data and epoch together
+            assert {"ld.relaxed.sys.global.b128", "st.relaxed.sys.global.b128"} <= set(relaxed)
         flags = [a for a in accesses if a.startswith(("ld.", "st."))]
         assert any(a.startswith("ld.acquire") for a in flags), kernel
         assert any(a.startswith("st.release") for a in flags), kernel
