@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fused_ops.backends.cuda import gemm_all_reduce as backend
-from fused_ops.symmetric import cuda_channel
 from tests.emulator.channel import EmulatedChannel, World, together
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
