@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fused_ops
+from fused_ops import dispatch
 from fused_ops.dispatch import choose
 from tests.ranks import run_ranks
 
@@ -88,3 +89,10 @@ def test_ranks_fall_back_together_and_for_one_reason():
     reasons = run_ranks(2, one_rank_without_compiler, "")
     assert reasons[0] == reasons[1]
     assert reasons[0].startswith("rank 1: ")
+
+
+def test_the_first_backend_that_takes_a_call_of_that_size_runs_it():
+    assert dispatch._fused_backend("gemm_all_reduce", torch.device("cuda"), 64) == "cuda"
+    assert dispatch._fused_backend("gemm_all_reduce", torch.device("cuda"), 65) == "triton"
+    assert dispatch._fused_backend("all_gather_gemm", torch.device("cuda"), 1) == "triton"
+    assert dispatch._fused_backend("embedding_all_to_all", torch.device("cuda"), 0) == "cuda"
