@@ -3,7 +3,7 @@
 //
 // Packets live in memory that holds nothing but packets, two halves used in turn: a rank stores into a half again only in the
 // call after next, which it reaches when every peer has ended this one. What was there before carries an older epoch. One
-// layout per epoch is what every rank's announcement, {epoch, tag} where other calls have their credit, makes sure of.
+// layout per epoch is what every rank's announcement, {epoch, tag} where other calls have their first flag, makes sure of.
 #pragma once
 
 #include "cuda_call.cuh"
@@ -53,7 +53,7 @@ class PacketCall {
   __device__ PacketCall(const CallParams& params, SharedPackets* shared)
       : p(params), epoch(*reinterpret_cast<volatile uint32_t*>(&params.state->epoch) + 1), shared_(shared),
         is_broken_(*reinterpret_cast<volatile int32_t*>(&params.state->stop)) {
-    if (static_cast<int>(threadIdx.x) < p.link.world - 1) announced_ = &p.link.inbox(peer_of(threadIdx.x))->credit_tag;
+    if (static_cast<int>(threadIdx.x) < p.link.world - 1) announced_ = p.link.inbox(peer_of(threadIdx.x))->flag(epoch, 0);
     if (threadIdx.x == 0) shared->failed = is_broken_;  // what others add to it lies behind a barrier
   }
 
@@ -94,29 +94,30 @@ class PacketCall {
     return place;
   }
 
-  // Tells the peers what layout this rank's packets of this epoch have; and, by the flag of its only slice, that it is here and
-  // not late, should their call fail. (Packets that come after that do no harm: nothing else ever lies where they go.)
+  // Tells the peers what layout this rank's packets of this epoch have, by the flag of its only slice, which also says that it
+  // is not late, should their call fail. (Packets that come after that do no harm: nothing else ever lies where they go.) And
+  // where a credit would be, for peers that are at another operator and would wait for one.
   __device__ void announce() {
     for (int k = threadIdx.x; k < p.link.world - 1; k += blockDim.x) {
       const int peer = peer_of(k);
       delay(peer);
       store_relaxed(&p.link.outbox(peer)->credit_tag, word(epoch, p.tag));
-      store_relaxed(p.link.outbox(peer)->flag(epoch, 0), word(epoch, p.tag));
+      if (!stopped()) store_relaxed(p.link.outbox(peer)->flag(epoch, 0), word(epoch, p.tag));
     }
   }
 
   // What this thread's peer has announced, if it has: ahead of `check_announcement`.
   __device__ uint64_t announced() const { return announced_ ? load_relaxed(announced_) : 0; }
 
-  // Beside the first look at packets, the call fails where a peer's are not laid out as this rank's are.
+  // The call fails where a peer's packets are not laid out as this rank's are. What the peer said lasts until its call after
+  // next, which it cannot end before this rank has ended this one; it may well be ahead by one.
   __device__ void check_announcement(uint64_t found) {
     if (!announced_) return;
     const int peer = peer_of(threadIdx.x);
     Patience patience(*this, kCredit, peer);
     for (;; found = announced()) {
       const auto tag = static_cast<uint32_t>(found);
-      // A credit posted ahead stands for another call, and is replaced when its owner comes to this one.
-      if (static_cast<uint32_t>(found >> 32) == epoch && (tag >= kAbortTag || !(tag & kPredicted))) {
+      if (static_cast<uint32_t>(found >> 32) == epoch) {
         if (tag >= kAbortTag) fail(kRejected, kCredit, culprit_of(tag));
         else if (tag != p.tag) fail(kBadTag, kCredit, peer);
         return;
@@ -166,7 +167,7 @@ class PacketCall {
     State* s = p.state;
     __syncthreads();
     if (threadIdx.x == 0) {
-      const uint64_t work_done = s->work_done_ns, waited = s->wait_ns;  // at once with the count
+      const uint64_t work_done = *reinterpret_cast<volatile uint64_t*>(&s->work_done_ns), waited = s->wait_ns;  // at once with the count
       const uint32_t mine = 1 + (shared_->failed ? kFailed : 0), count = atomicAdd(&s->blocks_done, mine) + mine;
       shared_->ends = count % kFailed == gridDim.x && count >= kFailed;
       if (count == gridDim.x) {

@@ -248,8 +248,8 @@ class CudaChannel:
 
     def launch_done(self, code: int) -> None:
         """Take note of a launch, by its native return code."""
-        self.launches += 1
         check_cuda(self.lib, code, f"{self.agreement.operator}: kernel launch")
+        self.launches += 1
 
     def check_errors(self) -> None:
         """Raise what a kernel recorded; account for its waits. Reads pinned memory, never blocks."""

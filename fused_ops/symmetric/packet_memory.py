@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,8 +17,17 @@ from fused_ops.symmetric.device_slots import SMALLEST_SLOT, slots_of
 _areas: weakref.WeakKeyDictionary[CudaChannel, DeviceArenas] = weakref.WeakKeyDictionary()
 
 
-def packet_memory(lane: CudaChannel, nbytes: int) -> Sequence[int]:
-    """Where every rank's packets are, as this rank's kernels see it: at least `nbytes` on each, zeroed when made.
+@dataclass(frozen=True)
+class Packets:
+    """Where every rank's packets are, as this rank's kernels see it. Calls of even and odd epochs have a half each."""
+
+    addresses: Sequence[int]
+    half_bytes: int
+
+
+def packet_memory(lane: CudaChannel, nbytes: int) -> Packets:
+    """Memory with at least `nbytes` for each half on every rank, zeroed when made. The halves are the memory's own, not the
+    call's: a peer may be in the call before, whose packets a half cut by this call's layout could reach into.
 
     Collective when it grows; all ranks pass the same number. A CUDA graph that is being captured keeps it.
     """
@@ -26,7 +36,7 @@ def packet_memory(lane: CudaChannel, nbytes: int) -> Sequence[int]:
         kind = PeerArena if lane.link == "peer" else PinnedArena
         areas = _areas[lane] = DeviceArenas(lane.group, lane.device, kind, f"cuda packets {lane.index}")
     part = SMALLEST_SLOT
-    while part * (slots_of(part) if lane.link == "peer" else 1) < nbytes:  # an arena is used as one piece
+    while part * (slots_of(part) if lane.link == "peer" else 1) < 2 * nbytes:  # an arena is used as one piece
         part *= 2
     if not areas.hold(part):
         areas.grow(lane.agreement.operator, part, lambda: _finish(lane))
@@ -35,7 +45,7 @@ def packet_memory(lane: CudaChannel, nbytes: int) -> Sequence[int]:
         areas.newest.capture(capture)
     memory = areas.newest.memory
     assert isinstance(memory, PeerArena | PinnedArena)
-    return memory.addresses
+    return Packets(memory.addresses, memory.size // 2)
 
 
 def _finish(lane: CudaChannel) -> None:

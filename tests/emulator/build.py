@@ -66,9 +66,9 @@ def for_the_emulator(source: str) -> str:
 
 
 def _launch(match: re.Match[str]) -> str:
-    grid, block, shared, _ = (part.strip() for part in match[2].split(",", 3))
+    grid, block, shared, stream = (part.strip() for part in match[2].split(",", 3))
     newlines = match[0].count("\n") * "\n"
-    return f"emulator::launch_kernel({match[1]}, {grid}, {block}, {shared}, {newlines}"
+    return f"emulator::launch_kernel({match[1]}, {grid}, {block}, {shared}, {stream}, {newlines}"
 
 
 def build() -> Path:

@@ -149,6 +149,7 @@ class EmulatedChannel(CudaChannel):
         self.tables = HostTables()  # type: ignore[assignment]
         self.side_stream = Stream()  # type: ignore[assignment]
         self.launches = 0
+        self.stream: int | None = None  # calls of one follow one another, where `together` holds several of a rank
 
     @property
     def sms(self) -> int:
@@ -161,7 +162,7 @@ class EmulatedChannel(CudaChannel):
         yield self.agreement.call_number
 
     def stream_pointer(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p()
+        return ctypes.c_void_p(self.stream)
 
 
 class Stream:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.backends.cuda import gemm_all_reduce as backend
+from fused_ops.symmetric import packet_memory
 from tests.emulator.channel import EmulatedChannel, World, together
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,27 +93,31 @@ def channels(ranks: int, link: str, timeout_s: float = 60.0) -> list[EmulatedCha
 
 
 class Packets:
-    """The packet memory of all ranks, of the exact size that was asked for last, or more."""
+    """The packet memory of all ranks, two halves of exactly `half_bytes` or, without that, of what the largest call needs."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, half_bytes: int = 0) -> None:
+        self._ranks, self._half_bytes = ranks, half_bytes
         self._memories: list[Tensor] = []
         self._outgrown: list[Tensor] = []
 
-    def __call__(self, nbytes: int) -> list[int]:
-        if not self._memories or self._memories[0].numel() < nbytes:
+    def __call__(self, nbytes: int) -> packet_memory.Packets:
+        if not self._memories or self._half_bytes < nbytes:
             self._outgrown += self._memories  # calls in flight
-            self._memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._ranks)]
-        return [memory.data_ptr() for memory in self._memories]
+            self._half_bytes = max(nbytes, self._half_bytes)
+            self._memories = [torch.zeros(2 * self._half_bytes, dtype=torch.uint8) for _ in range(self._ranks)]
+        return packet_memory.Packets([memory.data_ptr() for memory in self._memories], self._half_bytes)
 
 
 @contextlib.contextmanager
 def gemm_backend(
-    lanes: list[EmulatedChannel], one_phase_bytes: int, more_lanes: list[EmulatedChannel] | None = None
+    lanes: list[EmulatedChannel],
+    one_phase_bytes: int,
+    more_lanes: list[EmulatedChannel] | None = None,
+    half_bytes: int = 0,
 ) -> Iterator[None]:
     """The CUDA module works with these channels, by rank: number 0, and 1 where there are more."""
     of_channel = [lanes, *([more_lanes] if more_lanes else [])]
-    packets = [Packets(len(lanes)) for _ in of_channel]
+    packets = [Packets(len(lanes), half_bytes) for _ in of_channel]
     where = "fused_ops.backends.cuda.gemm_all_reduce"
     patches = {
         f"{where}.cuda_channel": lambda group, index, device: of_channel[index][group.rank],

@@ -96,6 +96,27 @@ def two_in_flight() -> None:
     first.check([mine[1] for mine in outputs])
 
 
+def one_after_another() -> None:
+    """Calls of changing shapes on one channel and stream, of which a rank may be in the second while a peer is in the first."""
+    library().emulator_shuffle(1)
+    problems = [*draw(3, 8, 11), Problem(64, 200, (40, 0, 8), ("rows",) * 3, FP32, True, 90), *draw(3, 8, 12)]
+    for phases in ONE_PHASE_BYTES.values():
+        lanes = channels(3, "peer")
+        for lane in lanes:
+            lane.stream = lane.rank + 1
+            lane.set_stress_delay(300, 0)
+        with gemm_backend(lanes, phases, half_bytes=1 << 20):
+            inputs = [[problem.inputs(rank) for rank in range(3)] for problem in problems]
+
+            def all_of_them(r: int) -> list[torch.Tensor]:
+                return [backend.gemm_all_reduce(*mine[r], lanes[r].group, 0) for mine in inputs]  # noqa: B023
+
+            outputs = together(all_of_them, 3)
+            no_failure(lanes)
+        for number, problem in enumerate(problems):
+            problem.check([mine[number] for mine in outputs])
+
+
 def alone() -> None:
     """A group of one, whose blocks run one after the other: the first does the work of all."""
     lanes = channels(1, "peer")
@@ -167,7 +188,19 @@ def overrun() -> None:
         together(lambda r: backend.gemm_all_reduce(*inputs[r][:2], short[r], lanes[r].group, 0), 4)
 
 
-RUNS = (problems, large, repeatable, mixed, two_in_flight, alone, absent, rejected, disagree, overrun)
+RUNS = (
+    problems,
+    large,
+    repeatable,
+    mixed,
+    two_in_flight,
+    one_after_another,
+    alone,
+    absent,
+    rejected,
+    disagree,
+    overrun,
+)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -45,6 +45,8 @@ constexpr int kWarp = 32;
 std::vector<char*> free_stacks;
 std::deque<Thread*> ready;
 std::deque<Grid> held;
+std::vector<std::unique_ptr<Block>> blocks;  // of held grids that have begun
+std::deque<Grid*> due;                       // whose stream has come to them
 bool holding = false;
 std::mt19937 shuffle{1};
 bool shuffled = false;
@@ -88,6 +90,8 @@ void thread_main() {
   current->ended = true;
   --current->block->running;
   release_barrier(current->block);
+  Grid* grid = current->block->grid;
+  if (current->block->running == 0 && --grid->blocks_left == 0 && grid->next) due.push_back(grid->next);
   leave(true);
   abort();
 }
@@ -115,16 +119,7 @@ void resume(Thread* thread) {
   }
 }
 
-void run_all() {
-  while (!ready.empty()) {
-    if (shuffled) std::swap(ready.front(), ready[shuffle() % ready.size()]);
-    Thread* thread = ready.front();
-    ready.pop_front();
-    resume(thread);
-  }
-}
-
-std::unique_ptr<Block> start_block(const Grid& grid, unsigned number) {
+std::unique_ptr<Block> start_block(Grid& grid, unsigned number) {
   auto block = std::make_unique<Block>();
   block->grid = &grid;
   block->index = {number % grid.size.x, number / grid.size.x, 0};
@@ -139,6 +134,23 @@ std::unique_ptr<Block> start_block(const Grid& grid, unsigned number) {
     start(&thread);
   }
   return block;
+}
+
+void start_due() {
+  for (; !due.empty(); due.pop_front()) {
+    Grid& grid = *due.front();
+    grid.blocks_left = grid.size.x;
+    for (unsigned n = 0; n < grid.size.x; ++n) blocks.push_back(start_block(grid, n));
+  }
+}
+
+void run_all() {
+  while (start_due(), !ready.empty()) {
+    if (shuffled) std::swap(ready.front(), ready[shuffle() % ready.size()]);
+    Thread* thread = ready.front();
+    ready.pop_front();
+    resume(thread);
+  }
 }
 
 void check_ended(const Block& block) {
@@ -165,6 +177,7 @@ void launch(Grid grid) {
     held.push_back(std::move(grid));
     return;
   }
+  grid.blocks_left = grid.size.x;
   for (unsigned n = 0; n < grid.size.x; ++n) {
     const auto block = start_block(grid, n);
     run_all();
@@ -174,11 +187,16 @@ void launch(Grid grid) {
 
 void run_held() {
   holding = false;
-  std::vector<std::unique_ptr<Block>> blocks;
-  for (const Grid& grid : held)
-    for (unsigned n = 0; n < grid.size.x; ++n) blocks.push_back(start_block(grid, n));
+  std::map<void*, Grid*> last;
+  for (Grid& grid : held) {
+    Grid*& before = last[grid.stream];
+    if (grid.stream && before) before->next = &grid;
+    else due.push_back(&grid);
+    before = &grid;
+  }
   run_all();
   for (const auto& block : blocks) check_ended(*block);
+  blocks.clear();
   held.clear();
 }
 

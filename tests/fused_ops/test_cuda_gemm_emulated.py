@@ -39,7 +39,7 @@ def test_long_tall_and_empty_weights():
 
 
 def test_bits_repeat_and_calls_follow_and_overlap_one_another():
-    done = emulate("repeatable", "mixed", "two_in_flight", "alone")
+    done = emulate("repeatable", "mixed", "two_in_flight", "one_after_another", "alone")
     assert done.returncode == 0, done.stderr[-6000:]
 
 

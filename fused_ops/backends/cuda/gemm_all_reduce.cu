@@ -24,7 +24,7 @@ struct Owners {
 struct GemmParams {
   CallParams call;
   char* packets[kMaxRanks];  // every rank's memory for packets
-  int64_t half_bytes;        // of which each epoch uses one half,
+  int64_t half_bytes;        // of which each epoch uses one half, whatever its shape: the one before may be under way,
   int64_t sums_offset;       // partial sums [world][packets a column][span] first, then sums [packets a column][columns]
   const char *input, *bias;  // input: [rows, inner], no gaps; bias: [columns], or null
   Weights weight;

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from fused_ops.launch_geometry import num_blocks
 from fused_ops.symmetric.cuda_channel import NO_PLACE, CallParams, CudaChannel, cuda_channel
 from fused_ops.symmetric.cuda_memory import MAX_RANKS, check_cuda, check_structs, library
 from fused_ops.symmetric.group import GroupContext
-from fused_ops.symmetric.packet_memory import packet_memory
+from fused_ops.symmetric.packet_memory import Packets, packet_memory
 
 PACKET_BYTES, PACKET_DATA = 16, 12
 MOST_BLOCKS = 512  # kMostBlocks of native/cuda_packets.cuh
@@ -74,7 +73,7 @@ class Plan:
     partials: int
     sums: int
     sums_offset: int
-    half_bytes: int
+    bytes: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,26 +105,26 @@ def takes(rows: int) -> bool:
 def gemm_all_reduce(input: Tensor, weight: Tensor, bias: Tensor | None, group: GroupContext, channel: int) -> Tensor:
     """See `fused_ops.gemm_all_reduce`. At most `MOST_ROWS` rows."""
     lane = cuda_channel(group, channel, input.device)
-    load_kernels(input.device.index)
     with torch.cuda.device(input.device), lane.call(OPERATOR):
+        load_kernels(input.device.index)
         gemm = GemmInputs.checked(OPERATOR, input, weight, bias, leading=True)
         if not takes(gemm.rows):
             raise ValueError(f"{OPERATOR}: the cuda backend takes up to {MOST_ROWS} rows of input, got {gemm.rows}")
         planned = plan(gemm.rows, gemm.columns, gemm.dtype, bias is not None, lane.rank, lane.world, lane.link)
         tag, _ = lane.agreement.agree(planned.facts)
-        output = torch.empty(gemm.rows, gemm.columns, dtype=gemm.dtype, device=input.device)
+        output = torch.empty(*input.shape[:-1], gemm.columns, dtype=gemm.dtype, device=input.device)
         if output.numel():
-            packets = packet_memory(lane, 2 * planned.half_bytes)
+            packets = packet_memory(lane, planned.bytes)
             lane.reserve(1)  # nothing arrives in a slot, but a graph's hold on the channel is by its slots
             _, call = lane.receive(tag, (0,), gemm.dtype)
             call.output, call.output_bytes = output.data_ptr(), output.numel() * output.element_size()
             call.next_place = NO_PLACE
             _launch(lane, call, gemm, None if bias is None else bias.contiguous(), planned, packets)
-    return output.view(*input.shape[:-1], gemm.columns)
+    return output
 
 
 def _launch(
-    lane: CudaChannel, call: CallParams, gemm: GemmInputs, bias: Tensor | None, planned: Plan, packets: Sequence[int]
+    lane: CudaChannel, call: CallParams, gemm: GemmInputs, bias: Tensor | None, planned: Plan, packets: Packets
 ) -> None:
     source, weight = gemm.input.contiguous(), gemm.weight
     dtype, size, inner = DTYPE_CODES[gemm.dtype], gemm.dtype.itemsize, source.shape[1]
@@ -138,7 +137,7 @@ def _launch(
     first_remote = 0 if planned.one_phase else after * least + min(after, longer)
     params = GemmParams(
         call=call,
-        half_bytes=planned.half_bytes,
+        half_bytes=packets.half_bytes,
         sums_offset=planned.sums_offset,
         input=source.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -161,7 +160,7 @@ def _launch(
         partials=planned.partials,
         sums=planned.sums,
     )
-    params.packets[: lane.world] = packets
+    params.packets[: lane.world] = packets.addresses
     code = lane.lib.fo_cuda_gemm_all_reduce(
         ctypes.byref(params), dtype, layout, shape.blocks, shape.threads, shape.shared_bytes, lane.stream_pointer()
     )

@@ -30,8 +30,8 @@
 namespace emulator {
 
 template <class... Parameters, class... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), dim3 size, dim3 block_size, size_t dynamic_shared_bytes, const Arguments&... arguments) {
-  launch({size, block_size, dynamic_shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); }});
+void launch_kernel(void (*kernel)(Parameters...), dim3 size, dim3 block_size, size_t dynamic_shared_bytes, void* stream, const Arguments&... arguments) {
+  launch({size, block_size, dynamic_shared_bytes, stream, [=] { kernel(static_cast<Parameters>(arguments)...); }});
 }
 
 // A variable of the block: the same for every thread that comes by.

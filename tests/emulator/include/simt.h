@@ -53,11 +53,14 @@ struct Thread {
 struct Grid {
   dim3 size, block_size;
   size_t dynamic_shared_bytes = 0;
+  void* stream = nullptr;  // grids of one stream run one after the other; those of none beside all others
   std::function<void()> kernel;
+  unsigned blocks_left = 0;
+  Grid* next = nullptr;    // on its stream
 };
 
 struct Block {
-  const Grid* grid = nullptr;
+  Grid* grid = nullptr;
   uint3 index{};
   std::vector<Thread> threads;
   int running = 0, at_barrier = 0;
