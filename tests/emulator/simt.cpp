@@ -50,6 +50,8 @@ std::deque<Grid*> due;                       // whose stream has come to them
 bool holding = false;
 std::mt19937 shuffle{1};
 bool shuffled = false;
+void* slow_stream = nullptr;
+constexpr unsigned kSlow = 24;
 
 void* scheduler_stack_pointer;
 void* scheduler_fake_stack;
@@ -149,6 +151,10 @@ void run_all() {
     if (shuffled) std::swap(ready.front(), ready[shuffle() % ready.size()]);
     Thread* thread = ready.front();
     ready.pop_front();
+    if (slow_stream && thread->block->grid->stream == slow_stream && shuffle() % kSlow) {
+      ready.push_back(thread);
+      continue;
+    }
     resume(thread);
   }
 }
@@ -258,6 +264,9 @@ extern "C" {
 // Launches from here on wait for emulator_run, which runs the threads of all of them together (0: they run at once again).
 void emulator_hold(int hold) { emulator::holding = hold != 0; }
 void emulator_run() { emulator::run_held(); }
+
+// The threads of this stream run at a fraction of the others' speed (null: of none).
+void emulator_slow(void* stream) { emulator::slow_stream = stream; }
 
 // Threads that can run do so in an order drawn from this seed; 0: in turn.
 void emulator_shuffle(unsigned seed) {
