@@ -111,5 +111,12 @@ class Router(nn.Module):
 
 
 def first_best(values: Tensor, count: int) -> Tensor:
-    """Columns of the `count` largest values of each row, largest first; of equal ones the first (`topk` promises none)."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    """Columns of the `count` largest values of each row [T, E], largest first; of equal ones the first (`topk` promises none).
+
+    At least `count` of a row must be above -infinity; NaN counts as largest.
+    """
+    values, found = values.clone(), []
+    for _ in range(count):  # for a few of many columns far faster than a stable sort
+        found.append(values.max(dim=-1, keepdim=True).indices)
+        values.scatter_(1, found[-1], float("-inf"))
+    return torch.cat(found, dim=1)

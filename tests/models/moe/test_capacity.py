@@ -89,7 +89,7 @@ def check(config, logits, theirs):
     assert torch.equal(weights > 0, mask.any(-1)), "other rows are kept"
     assert rows == int(mask.sum())
     assert_close(weights, combined.sum(-1), "gates", 1e-6)
-    assert float(own_loss) == pytest.approx(float(loss), rel=1e-6)
+    assert own_loss.item() == pytest.approx(float(loss), rel=1e-6)
     assert rows < len(logits) * config.top_k or len(logits) < 50, "nothing was dropped, which shows nothing"
 
 

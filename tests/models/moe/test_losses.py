@@ -23,13 +23,13 @@ def test_the_auxiliary_loss_is_its_formula(config, over):
     for expert in range(12):
         share = sum(row.count(expert) for row in rows) / sum(map(len, rows))
         want += share * sum(row[expert] / sum(row) for row in scores) / 60
-    assert float(auxiliary_loss(choice.probabilities, choice.experts, over)) == pytest.approx(12 * want, rel=1e-5)
+    assert auxiliary_loss(choice.probabilities, choice.experts, over).item() == pytest.approx(12 * want, rel=1e-5)
 
 
 def test_an_even_load_has_a_loss_of_one():
     logits = torch.eye(12).repeat(5, 1)
     choice = choice_of(logits, replace(PLAIN, top_k=1))
-    assert float(auxiliary_loss(choice.probabilities, choice.experts)) == pytest.approx(1)
+    assert auxiliary_loss(choice.probabilities, choice.experts).item() == pytest.approx(1)
 
 
 def test_the_loss_makes_the_load_more_even():
@@ -76,7 +76,7 @@ def test_without_tokens_losses_are_zero_and_the_graph_is_whole(config):
     config = replace(config, aux_loss=0.01, z_loss=1e-3)
     model = router(config)
     loss = router_loss(model(tokens(0)), config)
-    assert float(loss) == 0
+    assert loss.item() == 0
     loss.backward()
     assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
 
