@@ -17,6 +17,7 @@ PRESETS = {
         aux_loss=0.01,
     ),
     # arXiv 2006.16668, with GELU in place of its ReLU; its random dropping of weak second choices is left out.
+    # Twice what an even load needs; where "capacity 2" is read as 2 * tokens / experts, the factor is 1.
     "gshard": MoEConfig(
         num_experts=2048,
         top_k=2,

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from models.moe.config import MoEConfig
 
 
+TINY = 1e-20  # DeepSeek-V3's: sigmoids of a token may all be zero
+
+
 @dataclass(frozen=True)
 class Choice:
     """T tokens, E experts, k a token. Floats are fp32 (or wider, where the input is), and differentiable.
@@ -38,9 +41,6 @@ class Choice:
     def probabilities(self) -> Tensor:
         """[T, E]: the scores of a token as parts of their sum, which those of a softmax are already."""
         return self.scores / (self.scores.sum(-1, keepdim=True) + TINY)
-
-
-TINY = 1e-20  # DeepSeek-V3's: sigmoids of a token may all be zero
 
 
 class Router(nn.Module):
