@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from models.moe.config import MoEConfig
 
-
 TINY = 1e-20  # DeepSeek-V3's: sigmoids of a token may all be zero
 
 
