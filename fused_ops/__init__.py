@@ -5,6 +5,7 @@ Import this package alone: it needs torch and nothing else of this project. docs
 
 from fused_ops.all_gather_gemm import all_gather_gemm
 from fused_ops.all_to_all import all_to_all
+from fused_ops.all_to_all_gemm import all_to_all_gemm
 from fused_ops.counters import counters, reset_counters
 from fused_ops.embedding_all_to_all import embedding_all_to_all
 from fused_ops.embedding_layout import EmbeddingLayout
@@ -18,6 +19,7 @@ from fused_ops.errors import (
 )
 from fused_ops.exposed import exposed_wait_ms
 from fused_ops.gemm_all_reduce import gemm_all_reduce
+from fused_ops.gemm_all_to_all import gemm_all_to_all
 from fused_ops.gemm_reduce_scatter import gemm_reduce_scatter
 from fused_ops.launch_geometry import set_num_sms
 from fused_ops.symmetric.cuda_channel import set_checking
@@ -35,11 +37,13 @@ __all__ = [
     "PeerTimeoutError",
     "all_gather_gemm",
     "all_to_all",
+    "all_to_all_gemm",
     "check_errors",
     "counters",
     "embedding_all_to_all",
     "exposed_wait_ms",
     "gemm_all_reduce",
+    "gemm_all_to_all",
     "gemm_reduce_scatter",
     "memory_report",
     "reset_counters",

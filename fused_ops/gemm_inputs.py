@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,19 +30,7 @@ class GemmInputs:
         """Raises ValueError for what this rank alone can see. `leading`: input may have any number of leading dimensions,
         which become rows."""
         tensors = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
-        for name, tensor in tensors.items():
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
-                raise ValueError(f"{operator}: {name} must be a plain strided tensor, got {kind} one")
-            if tensor.dtype not in DTYPES:
-                allowed = ", ".join(str(dtype) for dtype in DTYPES)
-                raise ValueError(f"{operator}: {name} must be one of {allowed}, got {tensor.dtype}")
-            if tensor.dtype != input.dtype:
-                raise ValueError(
-                    f"{operator}: input is {input.dtype}, but {name} is {tensor.dtype}; they must be equal"
-                )
-            if tensor.device != input.device:
-                raise ValueError(f"{operator}: input is on {input.device}, but {name} on {tensor.device}")
+        check_tensors(operator, tensors)
         shape = tuple(input.shape)
         if input.dim() == 0 or (input.dim() != 2 and not leading):
             wanted = "[..., K]" if leading else "[M, K]"
@@ -66,6 +54,22 @@ class GemmInputs:
     @property
     def dtype(self) -> torch.dtype:
         return self.input.dtype
+
+
+def check_tensors(operator: str, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError unless all are plain tensors of one dtype that the operators take, on one device."""
+    first, input = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+            raise ValueError(f"{operator}: {name} must be a plain strided tensor, got {kind} one")
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in DTYPES)
+            raise ValueError(f"{operator}: {name} must be one of {allowed}, got {tensor.dtype}")
+        if tensor.dtype != input.dtype:
+            raise ValueError(f"{operator}: {first} is {input.dtype}, but {name} is {tensor.dtype}; they must be equal")
+        if tensor.device != input.device:
+            raise ValueError(f"{operator}: {first} is on {input.device}, but {name} on {tensor.device}")
 
 
 def split_evenly(total: int, world: int) -> list[int]:

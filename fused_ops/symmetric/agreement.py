@@ -33,6 +33,15 @@ MAX_KNOWN_FACTS = 4096
 TAG_MASK = 0x3FFFFFFF  # bit 31 marks a credit posted ahead on CUDA, and all ones is its abort
 
 
+ROWS_BITS = 40  # of a split number; above them a digest
+
+
+def split_number(parts: Sequence[int]) -> int:
+    """A number for `agree`'s row that says how many rows go from rank to rank, and that they are these many of each part."""
+    digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (ROWS_BITS + 1) << ROWS_BITS | sum(parts)
+
+
 class Result(ctypes.Structure):
     """How a native call ended; the C++ struct of that name."""
 
@@ -141,9 +150,10 @@ class Agreement:
     def agree(self, facts: tuple, row: Sequence[int] | None = None) -> tuple[int, list[list[int]]]:
         """Post this call's facts (anything with a stable repr that all ranks must share) and settle the split sizes.
 
-        `row`: this rank's 2 * world numbers (rows it sends to each rank, rows it expects from each), or None where the
-        facts imply them. Returns (tag, rows of all ranks, empty where `row` was None). Equal tags mean equal layouts: a
-        credit posted ahead under a tag is good for no other.
+        `row`: this rank's 2 * world numbers (rows it sends to each rank, rows it expects from each; each may be a
+        `split_number`), or None where the facts imply them.
+        Returns (tag, rows of all ranks, empty where `row` was None). Equal tags mean equal layouts: a credit posted ahead
+        under a tag is good for no other.
         """
         known = self._known.get(facts)
         if known is None:
@@ -208,10 +218,13 @@ class Agreement:
         for source in range(world):
             for target in range(world):
                 sent, expected = rows[source][target], rows[target][world + source]
-                if sent != expected:
-                    raise ValueError(
-                        f"{self.operator}: rank {source} sends {sent} rows to rank {target}, which expects {expected} from it"
-                    )
+                if sent == expected:
+                    continue
+                there, here = sent % (1 << ROWS_BITS), expected % (1 << ROWS_BITS)
+                parts = f", divided otherwise" if there == here else ""
+                raise ValueError(
+                    f"{self.operator}: rank {source} sends {there} rows to rank {target}, which expects {here} from it{parts}"
+                )
 
     def raise_failure(self, result: Result) -> None:
         """Turn a native result into the exception that says what happened; return when it is ok."""

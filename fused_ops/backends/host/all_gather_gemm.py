@@ -6,17 +6,14 @@ weights as often.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from fused_ops.all_gather_gemm import OPERATOR
-from fused_ops.backends.host.gemm_native import Slices, linear
+from fused_ops.backends.host.gemm_native import gather_rows, linear
 from fused_ops.gemm_inputs import GemmInputs, agreed_total, check_total_rows, split_evenly
-from fused_ops.symmetric.agreement import library
 from fused_ops.symmetric.group import GroupContext
-from fused_ops.symmetric.host_channel import HostChannel, Incoming, host_channel
+from fused_ops.symmetric.host_channel import HostChannel, host_channel
 
 
 def all_gather_gemm(
@@ -31,7 +28,7 @@ def all_gather_gemm(
         check_total_rows(OPERATOR, gemm.rows, total_rows, lane.world, lane.rank)
         inner = gemm.input.shape[1]
         tag, _ = lane.agreement.agree((OPERATOR, str(gemm.dtype), f"{total_rows} rows", f"inner size {inner}"))
-        gathered = _gather(lane, call, tag, gemm.input, split_evenly(total_rows, lane.world))
+        gathered = gather_rows(lane, call, tag, gemm.input, split_evenly(total_rows, lane.world))
         return linear(GemmInputs(gathered, gemm.weight, gemm.bias)), gathered
 
 
@@ -40,20 +37,5 @@ def _agree(lane: HostChannel, input: Tensor, weight: Tensor, bias: Tensor | None
     with lane.agreement.call(OPERATOR) as call:
         mine = torch.tensor([[GemmInputs.checked(OPERATOR, input, weight, bias).rows]])
         tag, _ = lane.agreement.agree((OPERATOR, "rows not given"))
-        rows = _gather(lane, call, tag, mine, [1] * lane.world)
+        rows = gather_rows(lane, call, tag, mine, [1] * lane.world)
     return agreed_total(OPERATOR, rows.flatten().tolist())
-
-
-def _gather(lane: HostChannel, call: int, tag: int, mine: Tensor, sizes: list[int]) -> Tensor:
-    """All ranks' rows, of which each rank has as many as `sizes` says."""
-    row_bytes = mine.shape[1] * mine.element_size()
-    incoming = Incoming.packed([rows * row_bytes for rows in sizes])
-    mine = mine.contiguous()
-    with lane.receive(tag, incoming) as receipt:
-        Slices(lane, call, tag).native(
-            library().fo_gemm_gather,
-            ctypes.c_void_p(mine.data_ptr()),
-            ctypes.c_int64(incoming.bytes[lane.rank]),
-            ctypes.c_void_p(receipt.address + incoming.offsets[lane.rank]),
-        )
-        return receipt.tensor((sum(sizes), mine.shape[1]), mine.dtype)

@@ -183,6 +183,11 @@ void fo_gemm_wait(void* handle, int64_t call, uint32_t tag, Result* result) {
   wait_awake(ch, ch->others(), call, tag, result);
 }
 
+// Until the slice of one peer is in.
+void fo_gemm_wait_for(void* handle, int64_t call, uint32_t tag, int32_t source, Result* result) {
+  wait_awake(static_cast<Channel*>(handle), {source}, call, tag, result);
+}
+
 // `slice` goes to every peer, and to `own` in this rank's slot; then the peers' are waited for.
 void fo_gemm_gather(void* handle, int64_t call, uint32_t tag, const char* slice, int64_t bytes, char* own, Result* result) {
   auto* ch = static_cast<Channel*>(handle);

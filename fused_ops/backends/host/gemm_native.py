@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_ops.gemm_inputs import GemmInputs, split_evenly, starts
 from fused_ops.symmetric.agreement import Result, library
-from fused_ops.symmetric.host_channel import HostChannel
+from fused_ops.symmetric.host_channel import HostChannel, Incoming
 
 FEW_ROWS = 32  # up to here the native kernel is faster than MKL
 FEW_ROWS_OF_A_PART = 256  # up to here products of parts of the rows cost more than a copy
@@ -54,6 +54,19 @@ def linear(gemm: GemmInputs) -> Tensor:
         return F.linear(gemm.input, gemm.weight, gemm.bias)
     output = Product(gemm).whole()
     return output if gemm.bias is None else output.add_(gemm.bias)
+
+
+def store_linear(gemm: GemmInputs, out: Tensor) -> None:
+    """As `linear`, without a bias, into `out`: [M, N], contiguous."""
+    if gemm.dtype == torch.float32 and takes_few_rows(gemm):
+        Product(gemm).store(Part(0, gemm.rows, 0, gemm.columns), out.data_ptr())
+    elif out.numel():
+        torch.mm(gemm.input, gemm.weight.t(), out=out)
+
+
+def takes_pieces(rows: Sequence[int]) -> bool:
+    """Whether a product of so many rows for, or from, each rank is computed a rank at a time: where they are many."""
+    return sum(rows) > len(rows) * FEW_ROWS_OF_A_PART
 
 
 class ComputedProduct:
@@ -108,7 +121,7 @@ class Product:
                 ctypes.c_void_p(address),
             )
             return
-        out = _float_tensor(address, part.rows, part.columns)
+        out = tensor_at(address, part.rows, part.columns, torch.float32)
         if weight.dtype == torch.float32:
             torch.mm(input, weight.t(), out=out)
             return
@@ -117,10 +130,12 @@ class Product:
             torch.mm(input, some.t(), out=out[:, first : first + CONVERTED_ROWS])
 
 
-def _float_tensor(address: int, rows: int, columns: int) -> Tensor:
-    """A float32 tensor over memory that somebody else keeps alive."""
-    memory = (ctypes.c_float * (rows * columns)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32).view(rows, columns)
+def tensor_at(address: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor over memory that somebody else keeps alive."""
+    if not rows * columns:
+        return torch.empty(rows, columns, dtype=dtype)
+    memory = (ctypes.c_byte * (rows * columns * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 class PartialSums(ctypes.Structure):
@@ -170,6 +185,10 @@ class Slices:
         """The slice for that peer is stored."""
         library().fo_gemm_signal(self._lane.handle, peer, self._call, self._tag)
 
+    def wait_for(self, source: int) -> None:
+        """Until the slice of that peer is in."""
+        self.native(library().fo_gemm_wait_for, ctypes.c_int32(source))
+
     def wait(self) -> None:
         """Until every peer's slice is in."""
         self.native(library().fo_gemm_wait)
@@ -202,3 +221,18 @@ def send_partials(lane: HostChannel, slices: Slices, gemm: GemmInputs, parts: Se
         product.store(parts[owner], slices.destination(owner, 4 * parts[owner].numel))
         slices.signal(owner)
     product.store(parts[lane.rank], own)
+
+
+def gather_rows(lane: HostChannel, call: int, tag: int, mine: Tensor, sizes: list[int]) -> Tensor:
+    """All ranks' rows, of which each rank has as many as `sizes` says."""
+    row_bytes = mine.shape[1] * mine.element_size()
+    incoming = Incoming.packed([rows * row_bytes for rows in sizes])
+    mine = mine.contiguous()
+    with lane.receive(tag, incoming) as receipt:
+        Slices(lane, call, tag).native(
+            library().fo_gemm_gather,
+            ctypes.c_void_p(mine.data_ptr()),
+            ctypes.c_int64(incoming.bytes[lane.rank]),
+            ctypes.c_void_p(receipt.address + incoming.offsets[lane.rank]),
+        )
+        return receipt.tensor((sum(sizes), mine.shape[1]), mine.dtype)
