@@ -48,15 +48,41 @@ def all_to_all_gemm(
     backward, with G [S, F] the output's gradient:
         input: for each token the sum of G @ weight[e] over its routed rows, by `gemm_all_to_all` (a gradient of `dispatched` is
             sent home the same way, on all ranks or on none); weight: G^T @ dispatched of each expert, zeros for one without rows.
+    Ranks tell each other their counts first, which is counted as `all_to_all_gemm_counts`. Under torch.compile the number of rows
+    that came breaks the graph, unless `torch._dynamo.config.capture_scalar_outputs` is set.
     channel, comm, require_fused: as of `gemm_all_reduce`. "auto" measures once for each dtype, number of experts and power of two
         of H: how many rows there are is known to each rank alone.
 
     Raises ValueError (shapes, dtypes, routing, or ranks that disagree) before rows move; PeerTimeoutError, PeerLostError or
     PeerAbortedError when a peer does not take part; BackendUnavailableError under `require_fused`.
     """
-    return torch.ops.fused_ops.all_to_all_gemm(
-        input, weight, tokens, counts, None, group_name(group), channel, comm, require_fused
-    )
+    options = group_name(group), channel, comm, require_fused
+    all_counts, received = torch.ops.fused_ops.all_to_all_gemm_counts(counts, input.device, *options)
+    rows = received.sum().item()
+    output, dispatched = torch.ops.fused_ops.all_to_all_gemm(input, weight, tokens, all_counts, rows, *options)
+    return output, dispatched, received
+
+
+@torch.library.custom_op("fused_ops::all_to_all_gemm_counts", mutates_args=(), tags=TAGS)
+def _all_to_all_gemm_counts(
+    counts: Tensor, device: torch.device, group: str, channel: int, comm: str, require_fused: bool
+) -> tuple[Tensor, Tensor]:
+    """(every rank's counts [W, E], what this rank's experts receive [E_r, W]), on the CPU; `device`: of the rows."""
+    ctx = context(group)
+    comm = "fused" if comm == "auto" else comm  # to be measured is how the rows travel
+    backend = choose(OPERATOR, comm, require_fused, device, ctx, phase="counts")
+    all_counts = backend.all_to_all_gemm_counts(counts, device, ctx, channel)
+    return all_counts, received_by(all_counts, ctx.rank).clone(memory_format=torch.contiguous_format)
+
+
+@_all_to_all_gemm_counts.register_fake
+def _(counts, device, group, channel, comm, require_fused):
+    world, experts = resolve(group).size(), counts.shape[0]
+    all_counts = torch.empty((world, experts), dtype=torch.int64, device="cpu")
+    return all_counts, all_counts.new_empty((experts // world, world))
+
+
+register_ordered("fused_ops::all_to_all_gemm_counts")
 
 
 @torch.library.custom_op("fused_ops::all_to_all_gemm", mutates_args=(), tags=TAGS)
@@ -64,44 +90,43 @@ def _all_to_all_gemm(
     input: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    counts: Tensor,
-    total_rows: int | None,
+    all_counts: Tensor,
+    rows: int,
     group: str,
     channel: int,
     comm: str,
     require_fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """total_rows: S, for a compiler that must know it, where the caller does."""
+) -> tuple[Tensor, Tensor]:
+    """(output, dispatched). rows: S, which follows from `all_counts`; a compiler must know it."""
     ctx = context(group)
 
-    def run(backend: ModuleType) -> tuple[Tensor, Tensor, Tensor]:
-        return backend.all_to_all_gemm(input, weight, tokens, counts, ctx, channel)
+    def run(backend: ModuleType) -> tuple[Tensor, Tensor]:
+        return backend.all_to_all_gemm(input, weight, tokens, all_counts, ctx, channel)
 
     def describe() -> Call:
-        shape = f"{counts.shape[0]} experts, {bucket(input.shape[-1:].numel(), 'columns')}"
+        shape = f"{all_counts.shape[1]} experts, {bucket(input.shape[-1:].numel(), 'columns')}"
         return Call(shape, input.dtype, channel, load=tokens.numel(), run=run)
 
     return run(choose(OPERATOR, comm, require_fused, input.device, ctx, describe=describe))
 
 
 @_all_to_all_gemm.register_fake
-def _(input, weight, tokens, counts, total_rows, group, channel, comm, require_fused):
-    rows = torch.library.get_ctx().new_dynamic_size() if total_rows is None else total_rows
-    received = torch.empty((weight.shape[0], resolve(group).size()), dtype=torch.int64, device="cpu")
-    return input.new_empty((rows, weight.shape[1])), input.new_empty((rows, input.shape[1])), received
+def _(input, weight, tokens, all_counts, rows, group, channel, comm, require_fused):
+    return input.new_empty((rows, weight.shape[1])), input.new_empty((rows, input.shape[1]))
 
 
 def _save(ctx, inputs, output):
-    input, weight, tokens, counts, _, *ctx.options = inputs
-    _, dispatched, received = output
-    ctx.save_for_backward(dispatched, weight, tokens, counts, received)
+    input, weight, tokens, all_counts, _, *ctx.options = inputs
+    ctx.save_for_backward(output[1], weight, tokens, all_counts)
     ctx.num_tokens = input.shape[0]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, grad_dispatched, _):
-    dispatched, weight, *routing = ctx.saved_tensors
-    received = routing[-1]
+def _backward(ctx, grad, grad_dispatched):
+    dispatched, weight, tokens, all_counts = ctx.saved_tensors
+    rank = resolve(ctx.options[0]).rank()
+    received = received_by(all_counts, rank)
+    routing = received, tokens, all_counts[rank]
     wants_input, wants_weight = ctx.needs_input_grad[:2]
     grad_input = grad_weight = None
     if grad is not None:
@@ -117,7 +142,7 @@ def _backward(ctx, grad, grad_dispatched, _):
     return grad_input if wants_input else None, grad_weight, *[None] * 7
 
 
-def _send_home(ctx, grad: Tensor, weight: Tensor, tokens: Tensor, counts: Tensor, received: Tensor) -> Tensor:
+def _send_home(ctx, grad: Tensor, weight: Tensor, received: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
     """For each token the sum of its rows of grad @ weight[e]^T."""
     gates = torch.ones(tokens.shape, device=grad.device)
     home, _ = torch.ops.fused_ops.gemm_all_to_all(
@@ -128,3 +153,9 @@ def _send_home(ctx, grad: Tensor, weight: Tensor, tokens: Tensor, counts: Tensor
 
 _all_to_all_gemm.register_autograd(_backward, setup_context=_save)
 register_ordered("fused_ops::all_to_all_gemm")
+
+
+def received_by(all_counts: Tensor, rank: int) -> Tensor:
+    """[E_r, W]: how many rows each expert of that rank has from each rank, of what all ranks send to each expert, [W, E]."""
+    world = all_counts.shape[0]
+    return all_counts.view(world, world, all_counts.shape[1] // world)[:, rank].t()

@@ -142,13 +142,10 @@ def _backward(ctx, grad, _):
     rows = grad[tokens].float()
     weighted = (rows * gates.float().unsqueeze(1)).to(grad.dtype)
     # All ranks take part, whatever each wants of it.
-    grad_input, dispatched, _ = torch.ops.fused_ops.all_to_all_gemm(
-        weighted,
-        weight.transpose(1, 2),
-        torch.arange(tokens.shape[0], device=tokens.device),
-        counts,
-        input.shape[0],
-        *ctx.options,
+    all_counts, _ = torch.ops.fused_ops.all_to_all_gemm_counts(counts, grad.device, *ctx.options)
+    rows_of_grad = torch.arange(tokens.shape[0], device=tokens.device)
+    grad_input, dispatched = torch.ops.fused_ops.all_to_all_gemm(
+        weighted, weight.transpose(1, 2), rows_of_grad, all_counts, input.shape[0], *ctx.options
     )
     grad_weight = grouped_weight_gradient(dispatched, input, received) if wants_weight else None
     grad_gates = None

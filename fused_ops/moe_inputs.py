@@ -27,32 +27,19 @@ class Routing:
         cls, operator: str, tokens: Tensor, counts: Tensor, num_tokens: int, device: torch.device, world: int
     ) -> Routing:
         """Raises ValueError for what this rank alone can see. `device`: where the tokens must be; counts may be on the CPU."""
-        for name, tensor in (("tokens", tokens), ("counts", counts)):
-            if tensor.dtype != torch.int64 or tensor.dim() != 1 or tensor.layout != torch.strided:
-                raise ValueError(
-                    f"{operator}: {name} must be one dimension of torch.int64, got {tuple(tensor.shape)} of {tensor.dtype}"
-                )
+        values = check_counts(operator, counts, device, world)
+        _check_indices(operator, "tokens", tokens)
         if tokens.device != device:
             raise ValueError(f"{operator}: input is on {device}, but tokens on {tokens.device}")
-        if counts.device != device and counts.device.type != "cpu":
-            raise ValueError(f"{operator}: counts must be on {device} or the CPU, got {counts.device}")
         if num_tokens < 0:
             raise ValueError(f"{operator}: num_tokens must not be negative, got {num_tokens}")
-        experts = counts.shape[0]
-        if experts == 0 or experts % world:
-            raise ValueError(f"{operator}: {experts} experts (the length of counts) do not divide over {world} ranks")
         rows = tokens.shape[0]
-        bounds = torch.stack(tokens.aminmax()) if rows else tokens
-        numbers = torch.cat([counts.to(device), bounds]).tolist()  # one wait for the device
-        values, bounds_seen = numbers[:experts], numbers[experts:]
-        if min(values) < 0:
-            raise ValueError(f"{operator}: counts must not be negative, got {values}")
         if sum(values) != rows:
             raise ValueError(f"{operator}: counts sum to {sum(values)}, but tokens has {rows} rows")
-        if rows and not 0 <= bounds_seen[0] <= bounds_seen[1] < num_tokens:
-            raise ValueError(
-                f"{operator}: tokens must lie in [0, {num_tokens}), got {bounds_seen[0]} to {bounds_seen[1]}"
-            )
+        if rows:
+            lowest, highest = torch.stack(tokens.aminmax()).tolist()
+            if not 0 <= lowest <= highest < num_tokens:
+                raise ValueError(f"{operator}: tokens must lie in [0, {num_tokens}), got {lowest} to {highest}")
         return cls(tokens.contiguous(), tuple(values), world)
 
     @property
@@ -71,6 +58,27 @@ class Routing:
     def rows_of_ranks(self) -> list[int]:
         """How many rows each rank's experts get."""
         return [sum(self.of_rank(rank)) for rank in range(self.world)]
+
+
+def check_counts(operator: str, counts: Tensor, device: torch.device, world: int) -> list[int]:
+    """How many rows each expert gets, or ValueError. `device`: where counts may be, beside the CPU."""
+    _check_indices(operator, "counts", counts)
+    if counts.device != device and counts.device.type != "cpu":
+        raise ValueError(f"{operator}: counts must be on {device} or the CPU, got {counts.device}")
+    experts = counts.shape[0]
+    if experts == 0 or experts % world:
+        raise ValueError(f"{operator}: {experts} experts (the length of counts) do not divide over {world} ranks")
+    values = counts.tolist()
+    if min(values) < 0:
+        raise ValueError(f"{operator}: counts must not be negative, got {values}")
+    return values
+
+
+def _check_indices(operator: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int64 or tensor.dim() != 1 or tensor.layout != torch.strided:
+        raise ValueError(
+            f"{operator}: {name} must be one dimension of torch.int64, got {tuple(tensor.shape)} of {tensor.dtype}"
+        )
 
 
 def check_experts(operator: str, input: Tensor, weight: Tensor, routing: Routing) -> None:

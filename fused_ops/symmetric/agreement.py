@@ -221,7 +221,7 @@ class Agreement:
                 if sent == expected:
                     continue
                 there, here = sent % (1 << ROWS_BITS), expected % (1 << ROWS_BITS)
-                parts = f", divided otherwise" if there == here else ""
+                parts = ", divided otherwise" if there == here else ""
                 raise ValueError(
                     f"{self.operator}: rank {source} sends {there} rows to rank {target}, which expects {here} from it{parts}"
                 )

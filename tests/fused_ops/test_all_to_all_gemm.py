@@ -187,8 +187,10 @@ def what_ran(folder):
     all_to_all_gemm(*leaves_of(problem, rank), *routing, require_fused=True)[0].sum().backward()
     all_to_all_gemm(*leaves_of(problem, rank), *routing, comm="baseline")[0].sum().backward()
     assert fused_ops.counters() == {
+        ("all_to_all_gemm_counts", "host", "fused"): 1,
         ("all_to_all_gemm", "host", "fused"): 1,
         ("gemm_all_to_all", "host", "fused"): 1,
+        ("all_to_all_gemm_counts", "baseline", "asked for"): 1,
         ("all_to_all_gemm", "baseline", "asked for"): 1,
         ("gemm_all_to_all", "baseline", "asked for"): 1,
     }

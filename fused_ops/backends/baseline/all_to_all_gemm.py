@@ -8,35 +8,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_ops import exposed
-from fused_ops.all_to_all_gemm import OPERATOR
+from fused_ops.all_to_all_gemm import OPERATOR, received_by
 from fused_ops.grouped_gemm import grouped_linear
-from fused_ops.moe_inputs import Routing, check_experts
+from fused_ops.moe_inputs import Routing, check_counts, check_experts
 from fused_ops.symmetric.group import GroupContext, resolve
+
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+def all_to_all_gemm_counts(counts: Tensor, device: torch.device, group: GroupContext, channel: int) -> Tensor:
+    """Every rank's counts, [W, E] on the CPU; `channel` means nothing here."""
+    mine = torch.tensor(check_counts(OPERATOR, counts, device, group.world), device=device)
+    with exposed.whole(device):
+        all_counts = mine.new_empty(group.world * mine.shape[0])
+        _all_gather_single(all_counts, mine, group=resolve(group.name))
+    return all_counts.view(group.world, -1).cpu()
 
 
 def all_to_all_gemm(
-    input: Tensor, weight: Tensor, tokens: Tensor, counts: Tensor, group: GroupContext, channel: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused_ops.all_to_all_gemm`; `channel` means nothing here."""
-    routing = Routing.checked(OPERATOR, tokens, counts, input.shape[:1].numel(), input.device, group.world)
+    input: Tensor, weight: Tensor, tokens: Tensor, all_counts: Tensor, group: GroupContext, channel: int
+) -> tuple[Tensor, Tensor]:
+    """See `fused_ops.all_to_all_gemm`, of which this is the part after the counts; `channel` means nothing here."""
+    routing = Routing.checked(
+        OPERATOR, tokens, all_counts[group.rank], input.shape[:1].numel(), input.device, group.world
+    )
     check_experts(OPERATOR, input, weight, routing)
-    ranks = resolve(group.name)
+    received = received_by(all_counts, group.rank)
+    from_sources = received.sum(0).tolist()
     with exposed.whole(input.device):
-        mine = counts.to(input.device).contiguous()
-        by_source = torch.empty_like(mine)
-        dist.all_to_all_single(by_source, mine, group=ranks)
-        by_source = by_source.view(group.world, routing.local_experts).cpu()
-        rows = input.new_empty(int(by_source.sum()), input.shape[1])
+        rows = input.new_empty(sum(from_sources), input.shape[1])
         dist.all_to_all_single(
-            rows, input[routing.tokens], by_source.sum(1).tolist(), routing.rows_of_ranks, group=ranks
+            rows, input[routing.tokens], from_sources, routing.rows_of_ranks, group=resolve(group.name)
         )
-        dispatched = transposed_pieces(rows, by_source)
-    received = by_source.t().contiguous()
-    return grouped_linear(dispatched, weight, received.sum(1).tolist()), dispatched, received
+        dispatched = transposed_pieces(rows, received.t())
+    return grouped_linear(dispatched, weight, received.sum(1).tolist()), dispatched
 
 
 def transposed_pieces(rows: Tensor, sizes: Tensor) -> Tensor:
     """rows [sum(sizes), columns] hold pieces of sizes [A, B] in row-major order; the same pieces in column-major order."""
-    pieces = rows.split(sizes.flatten().tolist())
+    pieces = rows.split(sizes.reshape(-1).tolist())
     first, second = sizes.shape
     return torch.cat([pieces[a * second + b] for b in range(second) for a in range(first)])

@@ -12,33 +12,39 @@ import ctypes
 import torch
 from torch import Tensor
 
-from fused_ops.all_to_all_gemm import OPERATOR
+from fused_ops.all_to_all_gemm import OPERATOR, received_by
 from fused_ops.backends.host.gemm_native import Slices, gather_rows, others, store_linear, takes_pieces, tensor_at
 from fused_ops.gemm_inputs import GemmInputs
-from fused_ops.moe_inputs import Routing, check_experts, first_rows
+from fused_ops.moe_inputs import Routing, check_counts, check_experts, first_rows
 from fused_ops.symmetric.agreement import int64_array, library
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.host_channel import HostChannel, Incoming, host_channel
 
 
-def all_to_all_gemm(
-    input: Tensor, weight: Tensor, tokens: Tensor, counts: Tensor, group: GroupContext, channel: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused_ops.all_to_all_gemm`."""
+def all_to_all_gemm_counts(counts: Tensor, device: torch.device, group: GroupContext, channel: int) -> Tensor:
+    """Every rank's counts, [W, E]."""
     lane = host_channel(group, channel)
     with lane.agreement.call(OPERATOR) as call:
-        routing = Routing.checked(OPERATOR, tokens, counts, input.shape[:1].numel(), input.device, lane.world)
+        mine = torch.tensor([check_counts(OPERATOR, counts, device, lane.world)])
+        tag, _ = lane.agreement.agree((OPERATOR, f"counts of {mine.shape[1]} experts"))
+        return gather_rows(lane, call, tag, mine, [1] * lane.world)
+
+
+def all_to_all_gemm(
+    input: Tensor, weight: Tensor, tokens: Tensor, all_counts: Tensor, group: GroupContext, channel: int
+) -> tuple[Tensor, Tensor]:
+    """See `fused_ops.all_to_all_gemm`, of which this is the part after the counts."""
+    lane = host_channel(group, channel)
+    with lane.agreement.call(OPERATOR) as call:
+        num_tokens = input.shape[:1].numel()
+        routing = Routing.checked(OPERATOR, tokens, all_counts[lane.rank], num_tokens, input.device, lane.world)
         check_experts(OPERATOR, input, weight, routing)
         columns = input.shape[1]
-        facts = (OPERATOR, str(input.dtype), f"{len(routing.counts)} experts", f"{columns} columns")
-        tag, _ = lane.agreement.agree((*facts, "counts"))
-        all_counts = gather_rows(lane, call, tag, torch.tensor([routing.counts]), [1] * lane.world)
-    # [rank, local expert, source]: how many rows
-    sizes = all_counts.view(lane.world, lane.world, routing.local_experts).permute(1, 2, 0).tolist()
-    with lane.agreement.call(OPERATOR) as call:
+        sizes = [received_by(all_counts, rank).tolist() for rank in range(lane.world)]
         received = sizes[lane.rank]
         from_sources = [sum(of_expert[source] for of_expert in received) for source in range(lane.world)]
-        tag, _ = lane.agreement.agree((*facts, "rows"), [*routing.rows_of_ranks, *from_sources])
+        facts = (OPERATOR, str(input.dtype), f"{len(routing.counts)} experts", f"{columns} columns")
+        tag, _ = lane.agreement.agree(facts, [*routing.rows_of_ranks, *from_sources])
         row_bytes = columns * input.element_size()
         incoming = Incoming.strided([0] * lane.world, sum(from_sources) * row_bytes)
         with lane.receive(tag, incoming) as receipt:
@@ -46,8 +52,7 @@ def all_to_all_gemm(
             _send(lane, slices, input, routing, sizes, receipt.address)
             rows = tensor_at(receipt.address, sum(from_sources), columns, input.dtype)
             output = _multiply(lane, slices, rows, weight, received)
-            dispatched = receipt.tensor((sum(from_sources), columns), input.dtype)
-        return output, dispatched, torch.tensor(received)
+            return output, receipt.tensor((sum(from_sources), columns), input.dtype)
 
 
 def _send(
