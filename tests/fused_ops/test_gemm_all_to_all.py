@@ -64,7 +64,6 @@ def check(problem, comm, transposed=False, **options):
         assert count or not weight.grad[expert].any()
         start += count
     assert all(torch.equal(now, before) for now, before in zip((input, weight, gates, *routing), kept, strict=True))
-    return output.detach(), input.grad, weight.grad, gates.grad
 
 
 def every_shape(comm):
@@ -86,7 +85,7 @@ def every_shape(comm):
                 check(problem, comm, transposed=number % 4 == 1)
 
 
-@pytest.mark.parametrize(("world", "comm"), [(1, "host"), (2, "host"), (3, "host"), (4, "host"), (3, "baseline")])
+@pytest.mark.parametrize(("world", "comm"), [(1, "host"), (2, "host"), (4, "host"), (3, "baseline")])
 def test_shapes(world, comm):
     run_ranks(world, every_shape, comm)
 
@@ -123,6 +122,14 @@ def test_many_rows(world):
     run_ranks(world, many_rows)
 
 
+def once(problem, rank, leaves):
+    """Output and gradients."""
+    input, weight, gates = leaves
+    routing = problem.received(rank), problem.tokens[rank], problem.counts(rank)
+    output = gemm_all_to_all(input, weight, *routing, gates, len(problem.inputs[rank]), comm="host")
+    return output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)
+
+
 def bits():
     """One problem gives the same bits in every call, whoever is late."""
     rank, world = rank_and_world()
@@ -130,13 +137,13 @@ def bits():
         for dtype in DTYPES:
             allowed = None if tokens == 30 else [0, 1, 3]
             problem = MoeProblem.random(3, [tokens] * world, 2 * world, 2, (61, 40), dtype, allowed)
-            first = check(problem, "host")
+            leaves = leaves_of(problem, rank)
+            first = once(problem, rank, leaves)
             lanes = context(dist.group.WORLD.group_name).channels()
             for lane in lanes:
                 lane.set_stress_delay(3000, 7 * rank + 1)
-            for _ in range(3):
-                again = check(problem, "host")
-                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            for _ in range(4):
+                assert all(torch.equal(a, b) for a, b in zip(first, once(problem, rank, leaves), strict=True))
             for lane in lanes:
                 lane.set_stress_delay(0, 1)
 

@@ -24,9 +24,9 @@ def compiled_layer(backend, whole_graph):
         return layer(*arguments)
 
     torch._dynamo.config.capture_scalar_outputs = whole_graph
-    compiled = torch.compile(function, backend=backend, fullgraph=whole_graph)
+    compiled = torch.compile(function, backend=backend, fullgraph=whole_graph, dynamic=True)
     rank, world = rank_and_world()
-    for seed, tokens in enumerate(([9, 14], [0, 7])):
+    for seed, tokens in enumerate(([9, 14], [8, 7])):
         problem = MoeProblem.random(seed, tokens, 2 * world, 2, (6, 10), torch.float32)
         mine = problem.mine(rank)
         parts = [problem.inputs[rank], problem.up[mine], problem.down[mine], problem.gates[rank]]
