@@ -10,11 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # in bytes, of every row that the grouped kernel reads
+
 
 def grouped_linear(input: Tensor, weight: Tensor, rows: Sequence[int]) -> Tensor:
     """input [sum(rows), K] @ weight[e]^T for the rows of each expert e; weight [E, N, K] of any strides; [sum(rows), N]."""
-    if _takes_groups(input, weight.transpose(1, 2)):
-        return torch._grouped_mm(input.contiguous(), weight.transpose(1, 2), offs=_ends(rows, input.device))
+    if _has_kernel(input, weight.shape[1]):
+        if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()) or weight.data_ptr() % ALIGNMENT:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        return torch._grouped_mm(_aligned(input), weight.transpose(1, 2), offs=_ends(rows, input.device))
     output = input.new_empty(input.shape[0], weight.shape[1])
     for expert, (first, last) in _runs(rows):
         torch.mm(input[first:last], weight[expert].t(), out=output[first:last])
@@ -28,8 +32,8 @@ def grouped_weight_gradient(grad: Tensor, input: Tensor, received: Tensor) -> Te
     received: [E_r, W] int64 on the CPU; row e sums to how many rows expert e has.
     """
     rows = received.sum(1).tolist()
-    if _takes_groups(grad.t(), input):
-        output = torch._grouped_mm(grad.contiguous().t(), input.contiguous(), offs=_ends(rows, grad.device))
+    if _has_kernel(input, grad.shape[1]):
+        output = torch._grouped_mm(_aligned(grad).t(), _aligned(input), offs=_ends(rows, grad.device))
         if 0 in rows:  # what a group without rows leaves behind is not defined by every version
             output[[expert for expert, count in enumerate(rows) if not count]] = 0
         return output
@@ -44,19 +48,23 @@ def _(grad, input, received):
     return grad.new_empty((received.shape[0], grad.shape[1], input.shape[1]))
 
 
-def _takes_groups(first: Tensor, second: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: of bfloat16 on CUDA, whose rows begin at whole 16 bytes."""
-    if first.device.type != "cuda" or first.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    strides = [*second.stride()[:-2], *(max(matrix.stride()[-2:]) for matrix in (first, second))]
+def _has_kernel(input: Tensor, columns: int) -> bool:
+    """Whether torch has one kernel for all groups of [S, K] inputs and that many columns: of bfloat16 on CUDA, where rows
+    begin at whole 16 bytes."""
     return (
-        first.numel() > 0
-        and second.numel() > 0
-        and 1 in second.stride()[-2:]
-        and all(stride % 8 == 0 for stride in strides)
-        and second.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(first.device) >= (8, 0)
+        input.device.type == "cuda"
+        and input.dtype == torch.bfloat16
+        and hasattr(torch, "_grouped_mm")
+        and torch.cuda.get_device_capability(input.device) >= (8, 0)
+        and input.numel() > 0
+        and columns > 0
+        and input.shape[1] * input.itemsize % ALIGNMENT == columns * input.itemsize % ALIGNMENT == 0
     )
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
 
 
 def _ends(rows: Sequence[int], device: torch.device) -> Tensor:

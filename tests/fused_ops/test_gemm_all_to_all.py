@@ -76,13 +76,13 @@ def every_shape(comm):
             tokens[number % world] = 0 if number % 3 == 0 else 9
             experts = experts_a_rank * world
             top_k = min(top_k, experts)
-            for dtype in DTYPES:
-                gates_dtype = torch.float32 if number % 2 else dtype
-                dropped = 0.3 * (number % 2)
-                problem = MoeProblem.random(
-                    number, tokens, experts, top_k, sizes, dtype, dropped=dropped, gates_dtype=gates_dtype
-                )
-                check(problem, comm, transposed=number % 4 == 1)
+            dtype = DTYPES[number % 3]
+            gates_dtype = torch.float32 if number % 2 else dtype
+            dropped = 0.3 * (number % 2)
+            problem = MoeProblem.random(
+                number, tokens, experts, top_k, sizes, dtype, dropped=dropped, gates_dtype=gates_dtype
+            )
+            check(problem, comm, transposed=number % 4 == 1)
 
 
 @pytest.mark.parametrize(("world", "comm"), [(1, "host"), (2, "host"), (4, "host"), (3, "baseline")])

@@ -44,7 +44,7 @@ def compiled_layer(backend, whole_graph):
         torch.testing.assert_close(results["compiled"], results["eager"])
 
 
-@pytest.mark.parametrize(("backend", "whole_graph"), [("aot_eager", False), ("inductor", True)])
+@pytest.mark.parametrize(("backend", "whole_graph"), [("eager", False), ("inductor", True)])
 def test_compiled(backend, whole_graph):
     run_ranks(2, compiled_layer, backend, whole_graph, timeout=200)
 

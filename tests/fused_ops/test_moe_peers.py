@@ -201,6 +201,8 @@ def mixed_calls(calls):
         assert torch.equal(output, dispatched)
         home = send_home(output, 2 * unit, received, tokens, counts, torch.full((rows,), 0.5), rows)
         assert torch.equal(home, input)
+        del output, dispatched, home
+    assert sum(row["bytes"] for row in fused_ops.memory_report()) < 2 << 20  # it does not grow with the routings
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -208,14 +210,19 @@ def test_random_routings_on_one_channel(world):
     run_ranks(world, mixed_calls, 100)
 
 
-def lose_rank_1(how):
-    """What ranks 0 and 2 raise; rank 1 takes part in three calls, then dies or sleeps past the bound."""
+def lose_rank_1(how, when):
+    """What ranks 0 and 2 raise; rank 1 takes part in three calls, then dies or sleeps past the bound: before the next call, or
+    in it, when it has said how many rows it will send."""
     rank, world = rank_and_world()
     fused_ops.set_timeout(TIMEOUT_S)
     for channel, (call, arguments) in enumerate(CALLS):
         for _ in range(3):
             call(**arguments(world), channel=channel)
     if rank == 1:
+        if when == "halfway":
+            group = dist.group.WORLD.group_name
+            counts = small_out(world)["counts"]
+            torch.ops.fused_ops.all_to_all_gemm_counts(counts, counts.device, group, 0, "host", False)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3 * TIMEOUT_S)
@@ -232,16 +239,18 @@ def lose_rank_1(how):
     return messages
 
 
-def test_a_killed_peer_is_named():
-    first, _, last = run_ranks(3, lose_rank_1, "killed", may_die={1}, timeout=30)
+@pytest.mark.parametrize("when", ["before", "halfway"])
+def test_a_killed_peer_is_named(when):
+    first, _, last = run_ranks(3, lose_rank_1, "killed", when, may_die={1}, timeout=30)
     for messages in (first, last):
         for message, operator in zip(messages, ("all_to_all_gemm", "gemm_all_to_all"), strict=True):
             assert f"{operator}: " in message
             assert "the process of rank 1 has ended" in message
 
 
-def test_a_peer_that_does_not_arrive_is_named():
-    first, _, last = run_ranks(3, lose_rank_1, "sleeps", timeout=30)
+@pytest.mark.parametrize("when", ["before", "halfway"])
+def test_a_peer_that_does_not_arrive_is_named(when):
+    first, _, last = run_ranks(3, lose_rank_1, "sleeps", when, timeout=30)
     for messages in (first, last):
         for message in messages:
             assert "PeerTimeoutError: " in message
