@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import TAGS, register_ordered
+from fused_ops.gemm_inputs import check_one_device, in_own_dtype
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name
 
@@ -42,11 +43,12 @@ def all_gather_gemm(
         total_rows: M, the same on all ranks. None: ranks ask each other in every call, one small exchange more; under
             torch.compile it must be given.
         returns [M, N_r], and with `return_gathered` also [M, K], in input's dtype. They are the caller's: no later call
-            changes them.
+            changes them. (With `save_gathered` backward reads the latter: change a copy.)
 
     backward, with G [M, N_r] the output's gradient on this rank:
-        input: this rank's rows of the sum over ranks of G @ weight, by `gemm_reduce_scatter` (a gradient of what
-            `return_gathered` returned is added up the same way); weight: G^T @ gathered; bias: the sum of G's rows.
+        input: this rank's rows of the sum over ranks of G @ weight, by `gemm_reduce_scatter`; weight: G^T @ gathered; bias:
+            the sum of G's rows. A gradient of what `return_gathered` returned is added up the same way, so that all ranks
+            must make use of the same outputs.
     save_gathered: keep the gathered input, M x K, for the weight's gradient; False keeps this rank's rows only and gathers
         again in backward, where every rank's weight must want a gradient, or none.
     channel, comm, require_fused: as of `gemm_all_reduce`. "auto" measures once for each dtype and power of two of M and K
@@ -79,7 +81,8 @@ def _all_gather_gemm(
     ctx = context(group)
 
     def run(backend: ModuleType) -> tuple[Tensor, Tensor]:
-        output, gathered = backend.all_gather_gemm(input, weight, bias, total_rows, ctx, channel)
+        with in_own_dtype(input.device):
+            output, gathered = backend.all_gather_gemm(input, weight, bias, total_rows, ctx, channel)
         return output, gathered if keep_gathered else gathered.new_empty(0, gathered.shape[1])
 
     def describe() -> Call:
@@ -91,6 +94,7 @@ def _all_gather_gemm(
 
 @_all_gather_gemm.register_fake
 def _(input, weight, bias, total_rows, keep_gathered, save_gathered, group, channel, comm, require_fused):
+    check_one_device(OPERATOR, input=input, weight=weight, bias=bias)
     rows = torch.library.get_ctx().new_dynamic_size() if total_rows is None else total_rows
     output = input.new_empty((rows, weight.shape[0]))
     return output, input.new_empty((rows if keep_gathered else 0, input.shape[1]))

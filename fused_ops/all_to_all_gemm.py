@@ -11,9 +11,11 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import TAGS, register_ordered
+from fused_ops.gemm_inputs import check_one_device, in_own_dtype
 from fused_ops.grouped_gemm import grouped_weight_gradient
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name, resolve
@@ -101,7 +103,8 @@ def _all_to_all_gemm(
     ctx = context(group)
 
     def run(backend: ModuleType) -> tuple[Tensor, Tensor]:
-        return backend.all_to_all_gemm(input, weight, tokens, all_counts, ctx, channel)
+        with in_own_dtype(input.device):
+            return backend.all_to_all_gemm(input, weight, tokens, all_counts, ctx, channel)
 
     def describe() -> Call:
         shape = f"{all_counts.shape[1]} experts, {bucket(input.shape[-1:].numel(), 'columns')}"
@@ -112,6 +115,7 @@ def _all_to_all_gemm(
 
 @_all_to_all_gemm.register_fake
 def _(input, weight, tokens, all_counts, rows, group, channel, comm, require_fused):
+    check_one_device(OPERATOR, input=input, weight=weight)
     return input.new_empty((rows, weight.shape[1])), input.new_empty((rows, input.shape[1]))
 
 
@@ -122,6 +126,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _backward(ctx, grad, grad_dispatched):
     dispatched, weight, tokens, all_counts = ctx.saved_tensors
     rank = resolve(ctx.options[0]).rank()

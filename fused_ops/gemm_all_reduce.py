@@ -12,9 +12,11 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import TAGS, register_ordered
+from fused_ops.gemm_inputs import check_one_device, in_own_dtype
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name
 
@@ -66,7 +68,8 @@ def _gemm_all_reduce(
     ctx = context(group)
 
     def run(backend: ModuleType) -> Tensor:
-        return backend.gemm_all_reduce(input, weight, bias, ctx, channel)
+        with in_own_dtype(input.device):
+            return backend.gemm_all_reduce(input, weight, bias, ctx, channel)
 
     def describe() -> Call:
         shape = f"{bucket(input.shape[:-1].numel(), 'rows')}, {bucket(weight.shape[:1].numel(), 'columns')}"
@@ -78,6 +81,7 @@ def _gemm_all_reduce(
 
 @_gemm_all_reduce.register_fake
 def _(input, weight, bias, group, channel, comm, require_fused):
+    check_one_device(OPERATOR, input=input, weight=weight, bias=bias)
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
@@ -87,6 +91,7 @@ def _save(ctx, inputs, output):
     ctx.has_bias = bias is not None
 
 
+@once_differentiable  # a second derivative would need another sum over ranks
 def _backward(ctx, grad):
     input, weight = ctx.saved_tensors
     rows = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)

@@ -11,9 +11,11 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import TAGS, register_ordered
+from fused_ops.gemm_inputs import check_one_device, in_own_dtype
 from fused_ops.grouped_gemm import grouped_weight_gradient
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name
@@ -96,9 +98,10 @@ def _gemm_all_to_all(
     ctx = context(group)
 
     def run(backend: ModuleType) -> tuple[Tensor, Tensor]:
-        output, products = backend.gemm_all_to_all(
-            input, weight, received, tokens, counts, gates, num_tokens, ctx, channel
-        )
+        with in_own_dtype(input.device):
+            output, products = backend.gemm_all_to_all(
+                input, weight, received, tokens, counts, gates, num_tokens, ctx, channel
+            )
         return output, products if keep_products else products.new_empty(0, products.shape[1])
 
     def describe() -> Call:
@@ -123,6 +126,7 @@ def _(
     comm,
     require_fused,
 ):
+    check_one_device(OPERATOR, input=input, weight=weight)
     output = input.new_empty((num_tokens, weight.shape[1]))
     return output, input.new_empty((tokens.shape[0] if keep_products else 0, weight.shape[1]))
 
@@ -133,6 +137,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _backward(ctx, grad, _):
     input, weight, received, tokens, counts, gates, products = ctx.saved_tensors
     wants_input, wants_weight, *_, wants_gates, _ = ctx.needs_input_grad[:7]

@@ -72,6 +72,24 @@ def check_tensors(operator: str, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{operator}: {first} is on {input.device}, but {name} on {tensor.device}")
 
 
+def in_own_dtype(device: torch.device) -> torch.autocast:
+    """Autocast off: what an operator computes, sends and returns is of its inputs' dtype, on every backend and in a trace."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def check_one_device(operator: str, **tensors: Tensor | None) -> None:
+    """For fake kernels, which alone run where one tensor is on the meta device. ValueError unless all are on one device."""
+    given = [(name, tensor.device) for name, tensor in tensors.items() if tensor is not None]
+    for name, device in given:
+        if device != given[0][1]:
+            raise ValueError(f"{operator}: {given[0][0]} is on {given[0][1]}, but {name} on {device}")
+
+
+def unflattened(output: Tensor, input: Tensor) -> Tensor:
+    """[rows, columns] with input's leading dimensions; no view to autograd, so that the caller may change it in place."""
+    return torch.ops.aten._unsafe_view(output, (*input.shape[:-1], output.shape[-1]))
+
+
 def split_evenly(total: int, world: int) -> list[int]:
     """How many of `total` each rank has: as even as whole ones allow, the first `total % world` ranks one more."""
     return [total // world + (rank < total % world) for rank in range(world)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_ops.dispatch import choose
 from fused_ops.effects import TAGS, register_ordered
+from fused_ops.gemm_inputs import check_one_device, in_own_dtype
 from fused_ops.policy import Call, bucket
 from fused_ops.symmetric.group import context, group_name, resolve
 
@@ -63,7 +64,8 @@ def _gemm_reduce_scatter(
     ctx = context(group)
 
     def run(backend: ModuleType) -> Tensor:
-        return backend.gemm_reduce_scatter(input, weight, bias, ctx, channel)
+        with in_own_dtype(input.device):
+            return backend.gemm_reduce_scatter(input, weight, bias, ctx, channel)
 
     def describe() -> Call:
         shape = f"{bucket(input.shape[:1].numel(), 'rows')}, {bucket(weight.shape[:1].numel(), 'columns')}"
@@ -74,6 +76,7 @@ def _gemm_reduce_scatter(
 
 @_gemm_reduce_scatter.register_fake
 def _(input, weight, bias, group, channel, comm, require_fused):
+    check_one_device(OPERATOR, input=input, weight=weight, bias=bias)
     ranks = resolve(group)
     rows = (input.shape[0] + ranks.size() - 1 - ranks.rank()) // ranks.size()  # split_evenly, of a symbolic number too
     return input.new_empty((rows, weight.shape[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +137,9 @@ def _device(config: GenerateConfig) -> str | None:
 
 
 def _out(config: GenerateConfig) -> str | None:
-    if config.out is not None and (Path(config.out).is_dir() or not Path(config.out).absolute().parent.is_dir()):
-        return f"out={config.out} is not a file in a directory that is there"
+    if config.out is None:
+        return None
+    folder = Path(config.out).absolute().parent
+    if Path(config.out).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        return f"out={config.out} is not a file in a directory that is there and can be written to"
     return None

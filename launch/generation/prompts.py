@@ -21,7 +21,10 @@ def make_prompts(config: GenerateConfig, tokenizer: Tokenizer | None, vocabulary
         return torch.randint(0, vocabulary, shape, generator=generator).tolist()
     texts = config.prompts or [DEFAULT_PROMPT]
     if config.prompt_file is not None:
-        texts = Path(config.prompt_file).read_text(encoding="utf-8").splitlines()
+        try:
+            texts = Path(config.prompt_file).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"prompt_file={config.prompt_file} is not UTF-8 text: {error}") from error
         if not texts or not all(texts):
             raise ConfigError(f"prompt_file={config.prompt_file} is empty or has an empty line; a line is a prompt")
     prompts = [ids.tolist() for ids in tokenizer.encode(texts)]

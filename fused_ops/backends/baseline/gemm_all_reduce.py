@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_ops import exposed
 from fused_ops.gemm_all_reduce import OPERATOR
-from fused_ops.gemm_inputs import GemmInputs
+from fused_ops.gemm_inputs import GemmInputs, unflattened
 from fused_ops.symmetric.group import GroupContext, resolve
 
 
@@ -19,4 +19,4 @@ def gemm_all_reduce(input: Tensor, weight: Tensor, bias: Tensor | None, group: G
     output = F.linear(gemm.input, gemm.weight, gemm.bias if group.rank == 0 else None)
     with exposed.whole(output.device):
         dist.all_reduce(output, group=resolve(group.name))
-    return output.view(*input.shape[:-1], gemm.columns)
+    return unflattened(output, input)

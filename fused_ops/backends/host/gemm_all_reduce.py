@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_ops.backends.host.gemm_native import Part, PartialSums, Product, Slices, row_parts, send_partials
 from fused_ops.gemm_all_reduce import OPERATOR
-from fused_ops.gemm_inputs import GemmInputs, split_evenly, starts
+from fused_ops.gemm_inputs import GemmInputs, split_evenly, starts, unflattened
 from fused_ops.symmetric.agreement import library
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.host_channel import HostChannel, Incoming, host_channel
@@ -64,7 +64,7 @@ def gemm_all_reduce(input: Tensor, weight: Tensor, bias: Tensor | None, group: G
             partials = _exchange_partials(lane, call, tag, gemm, planned)
     if not planned.one_phase:
         output = _gather_sums(lane, partials, gemm, bias, planned)
-    return output.view(*input.shape[:-1], gemm.columns)
+    return unflattened(output, input)
 
 
 def _one_phase(lane: HostChannel, call: int, tag: int, gemm: GemmInputs, bias: Tensor | None, planned: Plan) -> Tensor:

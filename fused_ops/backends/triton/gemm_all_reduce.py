@@ -26,7 +26,7 @@ from fused_ops.backends.triton.gemm_sums import partial_sums_kernel
 from fused_ops.backends.triton.gemm_tiles import TileShape, grid_of, tile_shape
 from fused_ops.backends.triton.launch import Sends, open_channel
 from fused_ops.gemm_all_reduce import OPERATOR
-from fused_ops.gemm_inputs import GemmInputs, split_evenly
+from fused_ops.gemm_inputs import GemmInputs, split_evenly, unflattened
 from fused_ops.symmetric.group import GroupContext
 from fused_ops.symmetric.triton_channel import TritonChannel
 
@@ -67,7 +67,7 @@ def gemm_all_reduce(input: Tensor, weight: Tensor, bias: Tensor | None, group: G
         lane.reserve(planned.slot.end)
         lane.describe(describe_nothing)
         run = _one_phase if planned.one_phase else _two_phases
-        return run(lane, tag, gemm, planned).view(*input.shape[:-1], gemm.columns)
+        return unflattened(run(lane, tag, gemm, planned), input)
 
 
 def _one_phase(lane: TritonChannel, tag: int, gemm: GemmInputs, planned: Plan) -> Tensor:
