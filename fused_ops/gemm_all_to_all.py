@@ -105,7 +105,7 @@ def _gemm_all_to_all(
         return output, products if keep_products else products.new_empty(0, products.shape[1])
 
     def describe() -> Call:
-        shape = f"{counts.shape[0]} experts, {bucket(weight.shape[1:2].numel(), 'columns')}"
+        shape = f"{counts.numel()} experts, {bucket(weight.shape[1:2].numel(), 'columns')}"
         return Call(shape, input.dtype, channel, load=tokens.numel(), run=run)
 
     return run(choose(OPERATOR, comm, require_fused, input.device, ctx, describe=describe))

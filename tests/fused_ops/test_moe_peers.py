@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fused_ops
 from fused_ops.all_to_all_gemm import all_to_all_gemm
 from fused_ops.gemm_all_to_all import gemm_all_to_all
+from fused_ops.moe_inputs import check_counts
 from fused_ops.symmetric.group import context
 from tests.fused_ops.moe_reference import rank_and_world
 from tests.ranks import run_ranks
@@ -103,6 +104,8 @@ def bad_inputs(comm):
             name = "gemm_all_to_all" if call is send_home else "all_to_all_gemm"
             with pytest.raises(ValueError, match=f"{name}: .*{words}"):
                 call(**{**arguments(world), **changes}, comm=comm)
+    with pytest.raises(ValueError, match=r"4 experts .* do not divide over 3 ranks"):
+        check_counts("op", torch.ones(4, dtype=long), torch.device("cpu"), 3)
     works(comm=comm)
 
 

@@ -58,7 +58,7 @@ def all_to_all_gemm(
 def _send(
     lane: HostChannel, slices: Slices, input: Tensor, routing: Routing, sizes: list[list[list[int]]], own: int
 ) -> None:
-    """This rank's routed rows, to their places in every rank's memory; in this rank's it begins at `own` (an address)."""
+    """This rank's routed rows, to their places in every rank's memory; in this rank's they begin from `own` (an address) on."""
     if input.stride(1) != 1:
         input = input.contiguous()
     places = [of_expert[lane.rank] for of_rank in sizes for of_expert in first_rows(of_rank)]

@@ -27,8 +27,8 @@ void add_rows(const T* rows, const float* factors, const int64_t* order, int64_t
 extern "C" {
 
 // Rows of `input` (`stride` bytes apart), routed row i being row tokens[i], sorted by expert; expert e, one of rank
-// e / local_experts, gets counts[e] of them, which go to the rows from places[e] on of its rank's `totals` rows. `own`: where this
-// rank's begin.
+// e / local_experts, gets counts[e] of them, which go to the rows from places[e] on of the totals[r] rows that rank r's experts
+// get. `own`: where those of this rank's experts begin.
 void fo_moe_send_rows(void* handle, int64_t call, uint32_t tag, const char* input, int64_t row_bytes, int64_t stride,
                       const int64_t* tokens, int64_t local_experts, const int64_t* counts, const int64_t* places,
                       const int64_t* totals, char* own, Result* result) {
@@ -49,8 +49,8 @@ void fo_moe_send_rows(void* handle, int64_t call, uint32_t tag, const char* inpu
 
 // out [num_tokens, columns]: of each token the sum of its rows, those r of `rows` [count, columns] with tokens[r] == token, each
 // times its factor, in the order of the rows; zero where it has none.
-void fo_moe_combine(int32_t dtype, const void* rows, const float* factors, const int64_t* tokens, int64_t count, int64_t num_tokens,
-                    int64_t columns, void* out) {
+void fo_moe_combine(int32_t dtype, const void* rows, const float* factors, const int64_t* tokens, int64_t count,
+                    int64_t num_tokens, int64_t columns, void* out) {
   std::vector<int64_t> first(num_tokens + 1, 0), order(count);
   for (int64_t i = 0; i < count; ++i) ++first[tokens[i] + 1];
   for (int64_t t = 0; t < num_tokens; ++t) first[t + 1] += first[t];
