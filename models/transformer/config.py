@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from models.parallel.vocabulary import padded_vocabulary
@@ -57,6 +58,11 @@ class TransformerConfig:
         for key in ("kv_heads", "head_dim", "ffn"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1, or None")
+        for key in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be a positive number")
+        if not 0 <= self.init_std < math.inf:
+            raise ValueError(f"init_std is {self.init_std}; it must not be negative")
         choices = (("activation", ACTIVATIONS), ("norm", NORMS), ("positions", POSITIONS))
         for key, allowed in choices:
             if getattr(self, key) not in allowed:

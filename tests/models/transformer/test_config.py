@@ -21,6 +21,9 @@ def test_the_count_is_that_of_the_model(config):
     ("change", "words"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"norm_eps": -1.0}, "norm_eps is -1.0; it must be a positive number"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0; it must be a positive number"),
+        ({"init_std": float("nan")}, "init_std is nan; it must not be negative"),
         ({"kv_heads": 0}, "kv_heads is 0; it must be at least 1, or None"),
         ({"activation": "relu"}, "activation is 'relu'; allowed: gelu, swiglu"),
         ({"norm": "batch"}, "norm is 'batch'; allowed: layernorm, rmsnorm"),
