@@ -179,6 +179,9 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("x\n\ny\n")
     with pytest.raises(ConfigError, match="has an empty line"):
         make_prompts(from_file, byte, 257)
+    (tmp_path / "prompts").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match="prompts is not UTF-8 text"):
+        make_prompts(from_file, byte, 257)
     drawn = GenerateConfig(COMM, prompt_length=5, batch=2)
     assert make_tokenizer(drawn, 9) is None
     prompts = make_prompts(drawn, None, 9)
